@@ -1,0 +1,1 @@
+"""Decode attention whose mask and score rule are ordinary Python functions."""

@@ -1,0 +1,1 @@
+"""Names of the backends and how "auto" chooses between them."""

@@ -1,0 +1,1 @@
+"""Bindings to other libraries, each imported only when asked for."""
