@@ -31,6 +31,7 @@ class MaskMod:
         functools.update_wrapper(self, fn, updated=())
 
     def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        """Evaluate the rule."""
         return self.fn(b, h, q_idx, kv_idx)
 
     def __and__(self, other: Any) -> Any:

@@ -1,0 +1,211 @@
+"""What a mod closes over: the key of its trace, and a copy of it over stand-ins.
+
+A `Binding` walks a function's cells, defaults and the globals that it names, in a fixed order.
+Numbers and tensors go into lists (their kinds into the key), functions are walked in turn.
+`rebuild` makes the same walk and puts stand-ins in their place.
+"""
+
+from __future__ import annotations
+
+import dis
+import enum
+import functools
+import math
+import operator
+from collections.abc import Callable, Hashable, Iterator
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flexdecode.mods import MaskMod
+from flexdecode.operations import facade
+
+__all__ = ["Binding"]
+
+# Modules that hold no numbers of the user's, so that naming one changes nothing.
+_STATELESS = (math, operator, functools, np, torch)
+_CONSTANT_TYPES = (
+    bool,
+    str,
+    bytes,
+    type(None),
+    type(Ellipsis),
+    torch.dtype,
+    torch.device,
+    enum.Enum,
+    BuiltinFunctionType,
+)
+
+
+class Binding:
+    """One walk over what a mod closes over.
+
+    Attributes
+    ----------
+    key : hashable or None
+        Equal for mods that trace alike; None when something cannot be keyed.
+    numbers : list of int or float
+    tensors : list of Tensor
+        In the order of the walk, repeats included.
+    """
+
+    __slots__ = ("_functions", "key", "numbers", "tensors")
+
+    def __init__(self, mod: Any) -> None:
+        self.numbers: list[int | float] = []
+        self.tensors: list[Tensor] = []
+        self._functions: dict[int, int] = {}
+        try:
+            self.key: Hashable | None = self._visit(mod)
+        except _Unkeyable:
+            self.key = None
+
+    def _visit(self, value: Any) -> Hashable:
+        kind: Any = type(value)
+        if kind is int or kind is float:
+            self.numbers.append(value)
+            return kind
+        if isinstance(value, Tensor):
+            self.tensors.append(value)
+            return (value.dtype, value.dim())
+        if kind is FunctionType:
+            return self._visit_function(value)
+        if kind is MaskMod:
+            return self._visit(value.fn)
+        if isinstance(value, _CONSTANT_TYPES) or kind is type or _is_stateless(value):
+            return (kind, value)
+        if kind is tuple:
+            return ("tuple", *map(self._visit, value))
+        if kind is functools.partial:
+            words = tuple(value.keywords)
+            parts = (value.func, *value.args, *value.keywords.values())
+            return ("partial", len(value.args), words, *map(self._visit, parts))
+        if isinstance(value, np.generic) and isinstance(value.item(), (int, float)):
+            return self._visit(value.item())
+        raise _Unkeyable
+
+    def _visit_function(self, fn: FunctionType) -> Hashable:
+        if _of_torch(fn):
+            return ("torch", fn)
+        seen = self._functions.get(id(fn))
+        if seen is not None:
+            return ("again", seen)
+        self._functions[id(fn)] = len(self._functions)
+        return (fn.__code__, *map(self._visit, _parts(fn)))
+
+    def rebuild(
+        self, mod: Any, numbers: Iterator[Any], tensors: Callable[[Tensor, str], Any]
+    ) -> Any:
+        """Return `mod` over stand-ins.
+
+        A number becomes the next of `numbers`, a tensor ``tensors(tensor, name)``. Objects that cannot be walked are left as they are.
+        """
+        return _Rebuilder(numbers, tensors).visit(mod, "captured")
+
+
+class _Unkeyable(Exception):
+    pass
+
+
+class _Rebuilder:
+    def __init__(self, numbers: Iterator[Any], tensors: Callable[[Tensor, str], Any]) -> None:
+        self.numbers = numbers
+        self.tensors = tensors
+        self.functions: dict[int, FunctionType] = {}
+
+    def visit(self, value: Any, name: str) -> Any:
+        kind = type(value)
+        if kind is int or kind is float:
+            return next(self.numbers, value)
+        if isinstance(value, Tensor):
+            return self.tensors(value, name)
+        if kind is FunctionType:
+            return self.visit_function(value)
+        if kind is MaskMod:
+            return self.visit(value.fn, name)
+        if kind is tuple:
+            return tuple(self.visit(each, name) for each in value)
+        if kind is functools.partial:
+            func = self.visit(value.func, name)
+            args = [self.visit(each, name) for each in value.args]
+            words = {word: self.visit(each, word) for word, each in value.keywords.items()}
+            return functools.partial(func, *args, **words)
+        if isinstance(value, np.generic) and isinstance(value.item(), (int, float)):
+            return self.visit(value.item(), name)
+        if isinstance(value, (BuiltinFunctionType, ModuleType)) and _of_torch(value):
+            return facade(value)
+        return value
+
+    def visit_function(self, fn: FunctionType) -> Any:
+        if _of_torch(fn):
+            return facade(fn)
+        if id(fn) in self.functions:
+            return self.functions[id(fn)]
+        code = fn.__code__
+        cells = tuple(type(cell)() for cell in fn.__closure__ or ())
+        # Only the names that the code loads are replaced; the copy leaves the module untouched.
+        names = dict(fn.__globals__)
+        new = FunctionType(code, names, fn.__name__, None, cells or None)
+        self.functions[id(fn)] = new
+        for name, cell, old in zip(code.co_freevars, cells, fn.__closure__ or (), strict=True):
+            if _is_full(old):
+                cell.cell_contents = self.visit(old.cell_contents, name)
+        for name in _global_names(code):
+            if name in fn.__globals__:
+                names[name] = self.visit(fn.__globals__[name], name)
+        new.__defaults__ = tuple(self.visit(d, "default") for d in fn.__defaults__ or ()) or None
+        if fn.__kwdefaults__:
+            new.__kwdefaults__ = {
+                word: self.visit(default, word) for word, default in fn.__kwdefaults__.items()
+            }
+        return new
+
+
+def _parts(fn: FunctionType) -> Iterator[Any]:
+    """What `fn` closes over, in the order in which `_Rebuilder.visit_function` replaces it."""
+    for cell in fn.__closure__ or ():
+        if _is_full(cell):
+            yield cell.cell_contents
+    for name in _global_names(fn.__code__):
+        if name in fn.__globals__:
+            yield fn.__globals__[name]
+    yield from fn.__defaults__ or ()
+    yield from (fn.__kwdefaults__ or {}).values()
+
+
+def _is_full(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018  # an empty cell raises
+    except ValueError:
+        return False
+    return True
+
+
+def _is_stateless(value: Any) -> bool:
+    if not isinstance(value, ModuleType):
+        return False
+    return value in _STATELESS or value.__name__.startswith("torch.nn")
+
+
+def _of_torch(value: Any) -> bool:
+    name = value.__name__ if isinstance(value, ModuleType) else value.__module__ or ""
+    if name in ("torch", "torch.nn.functional", "torch._C._nn", "torch.nn"):
+        return True
+    return isinstance(value, BuiltinFunctionType) and "_VariableFunctions" in repr(value)
+
+
+@functools.lru_cache(maxsize=4096)
+def _global_names(code: CodeType) -> tuple[str, ...]:
+    """Names of globals that `code` or a function defined in it loads."""
+    names = {
+        instruction.argval: None
+        for instruction in dis.get_instructions(code)
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    }
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names.update(dict.fromkeys(_global_names(constant)))
+    return tuple(names)
