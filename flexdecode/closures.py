@@ -101,7 +101,8 @@ class Binding:
     ) -> Any:
         """Return `mod` over stand-ins.
 
-        A number becomes the next of `numbers`, a tensor ``tensors(tensor, name)``. Objects that cannot be walked are left as they are.
+        A number becomes the next of `numbers`, a tensor ``tensors(tensor, name)``.
+        Objects that cannot be walked are left as they are.
         """
         return _Rebuilder(numbers, tensors).visit(mod, "captured")
 

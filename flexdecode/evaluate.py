@@ -93,7 +93,7 @@ def _load(tensor: Tensor, indices: list[Tensor]) -> Tensor:
     safe = []
     for index, size in zip(indices, tensor.shape, strict=True):
         if size == 0:
-            shape = torch.broadcast_tensors(*indices)[0].shape
+            shape = sum(indices, torch.zeros((), dtype=torch.int64)).shape
             return torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
         wrapped = torch.where(index < 0, index + size, index)
         clamped = wrapped.clamp(0, size - 1)

@@ -149,7 +149,7 @@ def unary(op: str, operand: Any) -> Any:
         dtype = _floating(node.dtype)
         result = build.node(op, dtype, (build.cast(node, dtype),))
     if type(x) is Number and op in ("not", "neg", "abs"):
-        python = {"not": operator.invert, "neg": operator.neg, "abs": abs}[op]
+        python: Any = {"not": operator.invert, "neg": operator.neg, "abs": abs}[op]
         value = (not x.value) if op == "not" and isinstance(x.value, bool) else python(x.value)
         return Number(tracer, result, value)
     return Value(tracer, result)
@@ -162,18 +162,15 @@ def _floating(dtype: str) -> str:
 def where(condition: Any, first: Any, second: Any) -> Any:
     """``torch.where(condition, x, y)``."""
     tracer = _tracer(condition, first, second)
-    operands = [_operand(tracer, each) for each in (condition, first, second)]
+    operands: list[Any] = [_operand(tracer, each) for each in (condition, first, second)]
     if any(type(each) is Array for each in operands):
         return _elementwise(tracer, where, *operands)
     choose, x, y = operands
-    assert isinstance(choose, object)
-    if choose.node.dtype != "bool":  # type: ignore[union-attr]
-        raise fail(
-            TypeError,
-            f"torch.where: expected a boolean condition, got {choose.node.dtype}",  # type: ignore[union-attr]
-        )
-    build, dtype = tracer.builder, common_dtype(x, y)  # type: ignore[arg-type]
-    args = (choose.node, build.cast(x.node, dtype), build.cast(y.node, dtype))  # type: ignore[union-attr]
+    if choose.node.dtype != "bool":
+        message = f"torch.where: expected a boolean condition, got {choose.node.dtype}"
+        raise fail(TypeError, message)
+    build, dtype = tracer.builder, common_dtype(x, y)
+    args = (choose.node, build.cast(x.node, dtype), build.cast(y.node, dtype))
     return Value(tracer, build.node("where", dtype, args))
 
 

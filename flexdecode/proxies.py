@@ -206,7 +206,7 @@ def _install_operators() -> None:
 
     for python, op in {"neg": "neg", "abs": "abs", "invert": "not"}.items():
         setattr(_Operand, f"__{python}__", unary(op))
-    _Operand.__pos__ = lambda self: self  # type: ignore[attr-defined]
+    setattr(_Operand, "__pos__", lambda self: self)  # noqa: B010  # as the others above
 
 
 _install_operators()
@@ -221,7 +221,7 @@ class Value(_Operand):
         self.tracer = tracer
         self.node = node
 
-    __class__ = property(lambda self: Tensor)  # type: ignore[assignment]
+    __class__ = property(lambda self: Tensor)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -271,7 +271,7 @@ class Number(Value):
         super().__init__(tracer, node)
         self.value = value
 
-    __class__ = property(lambda self: type(self.value))  # type: ignore[assignment]
+    __class__ = property(lambda self: type(self.value))
 
     def _read(self) -> Any:
         self.tracer.guard(self.node)
@@ -289,20 +289,20 @@ class Number(Value):
     def __index__(self) -> int:
         return operator.index(self._read())
 
-    def __floor__(self) -> int:
+    def __floor__(self) -> Any:
         return math.floor(self._read())
 
-    def __ceil__(self) -> int:
+    def __ceil__(self) -> Any:
         return math.ceil(self._read())
 
     def __trunc__(self) -> int:
-        return math.trunc(self._read())
+        return int(self._read())
 
     def __round__(self, digits: int | None = None) -> Any:
         return round(self._read(), digits)
 
     def __divmod__(self, other: Any) -> Any:
-        return self // other, self % other  # type: ignore[operator]
+        return self // other, self % other
 
     def __format__(self, spec: str) -> str:
         return format(self._read(), spec)
@@ -331,7 +331,7 @@ class Array(_Operand):
         self._dtype = dtype
         self.element = element
 
-    __class__ = property(lambda self: Tensor)  # type: ignore[assignment]
+    __class__ = property(lambda self: Tensor)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -137,10 +137,8 @@ def _trace(
 ) -> _Entry:
     _check_signature(mod, kind)
     tracer = Tracer(lift_constants=mode == "lift")
-    names = iter(())  # type: ignore[var-annotated]
-    if mode == "symbolic":
-        names = iter([tracer.param(number) for number in binding.numbers])
-    function = binding.rebuild(mod, names, tracer.capture)
+    numbers = binding.numbers if mode == "symbolic" else []
+    function = binding.rebuild(mod, iter([tracer.param(n) for n in numbers]), tracer.capture)
     inputs = [Value(tracer, tracer.builder.node("input", "int64", (), name)) for name in INPUTS]
     if kind == "score":
         score = tracer.builder.node("input", "float32", (), "score")
@@ -165,9 +163,9 @@ def _trace(
         first_slot.setdefault(id(tensor), slot)
     sources = [first_slot.get(id(tensor), tensor) for tensor in tracer.captures]
     size_guards = tuple(
-        (source, dim, size)
+        (slot_of, dim, size)
         for (slot, dim), size in tracer.size_guards.items()
-        if isinstance(source := sources[slot], int)
+        if isinstance(slot_of := sources[slot], int)
     )
     return _Entry(graph, params, tuple(sources[slot] for slot in captures), guards, size_guards)
 
@@ -178,8 +176,10 @@ def _output(tracer: Tracer, kind: Kind, mod: Any, result: Any) -> Node:
     def wrong(message: str) -> TypeError:
         return TypeError(f"{kind}_mod {name} returned {message}\n  at {where}: {source}")
 
-    if type(result) is Array or (isinstance(result, Tensor) and not is_proxy(result)):
-        array = result if type(result) is Array else tracer.capture(result)
+    if isinstance(result, Tensor) and not is_proxy(result):
+        result = tracer.capture(result)
+    if type(result) is Array:
+        array: Any = result
         value = as_value(tracer, array)
         if value is None:
             shape = [size.value for size in array.sizes]
