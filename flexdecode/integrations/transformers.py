@@ -1,0 +1,386 @@
+"""Hugging Face transformers: run every attention layer of a model through `flexdecode.attention`.
+
+After ``register()`` any model that uses transformers' attention interface can be built with
+``attn_implementation="flexdecode"``; nothing in the model changes. The rule a model wants (causal,
+sliding, chunked, packed, padded) reaches the kernel as a `BlockMask`, made once per kind of layer
+and forward pass::
+
+    from flexdecode.integrations.transformers import register, restrict
+    from flexdecode.masks import sink_window
+
+    register()
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="flexdecode")
+    model.generate(**inputs)                         # the model's own mask
+
+    with restrict(sink_window(4, 1024)):             # ... and a rule of one's own on top
+        model.generate(**inputs)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
+
+from flexdecode.api import attention
+from flexdecode.block_mask import BlockMask, create_block_mask
+from flexdecode.mods import ScoreMod, and_masks
+
+__all__ = ["ModelMask", "attention_forward", "create_mask", "register", "restrict"]
+
+MaskFunction = Callable[[Any, Any, Any, Any], Any]
+
+_restriction: contextvars.ContextVar[MaskFunction | None] = contextvars.ContextVar(
+    "flexdecode_restriction", default=None
+)
+
+
+def register(
+    name: str = "flexdecode",
+    *,
+    block_size: int | tuple[int, int] = 128,
+    backend: str = "auto",
+    kernel_options: Mapping[str, Any] | None = None,
+) -> None:
+    """Make ``attn_implementation=name`` known to transformers.
+
+    Call it before the model is built, or before ``model.set_attn_implementation(name)``. Calling
+    it again replaces the settings.
+
+    Parameters
+    ----------
+    name : str
+        What to pass as ``attn_implementation``. transformers looks for its own back ends by
+        substring, so it may not contain "flash", "sdpa", "flex_attention", "paged|" or "/".
+    block_size : int or (int, int), tokens
+        ``BLOCK_SIZE`` of the masks, see `create_block_mask`.
+    backend : str
+        See `attention`.
+    kernel_options : mapping, optional
+        See `attention`.
+
+    Raises
+    ------
+    ImportError
+        transformers is missing or older than version 5.
+    ValueError
+        `name` would be taken for one of transformers' own back ends.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    taken = [s for s in ("flash", "sdpa", "flex_attention", "paged|", "/") if s in name]
+    if taken or name == "eager":
+        raise ValueError(
+            f"name: expected a name of its own, got {name!r}, which transformers reads as one of "
+            "its own back ends"
+        )
+
+    # generate() compiles the model for a static cache; tracing a mod is ours, not dynamo's.
+    @torch.compiler.disable
+    def forward(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        return attention_forward(*args, **kwargs, backend=backend, kernel_options=kernel_options)
+
+    @torch.compiler.disable
+    def mask(*args: Any, **kwargs: Any) -> ModelMask:
+        return create_mask(*args, **kwargs, block_size=block_size)
+
+    AttentionInterface.register(name, forward)
+    # Without a mask function of the same name transformers passes no mask at all.
+    AttentionMaskInterface.register(name, mask)
+
+
+@contextlib.contextmanager
+def restrict(mask_mod: MaskFunction) -> Iterator[None]:
+    """Within this context, also apply `mask_mod` in every layer of every registered model.
+
+    A key is attended where the model's own mask and `mask_mod` both allow it.
+
+    Parameters
+    ----------
+    mask_mod : callable (b, h, q_idx, kv_idx) -> bool
+        Positions are logical: token 0 is the first real token of row ``b``, wherever left padding
+        puts it. ``h`` is the query head. Layers that keep only a window of keys in their cache
+        cannot show it older ones.
+
+    Raises
+    ------
+    TypeError
+        `mask_mod` is not callable.
+    """
+    rule = and_masks(mask_mod)  # refuses what is not callable
+    outer = _restriction.get()
+    token = _restriction.set(rule if outer is None else and_masks(outer, rule))
+    try:
+        yield
+    finally:
+        _restriction.reset(token)
+
+
+class ModelMask(TorchBlockMask):
+    """The mask of one forward pass, shared by all layers of one kind.
+
+    With a static cache, ``generate`` builds the mask and hands it back to the model, which leaves
+    alone only tensors and instances of torch's ``BlockMask`` with four dimensions: that is the
+    reason for the base class. The tables are flexdecode's; torch's own are not there.
+
+    Parameters
+    ----------
+    block_mask : flexdecode.BlockMask
+        Fixed to the positions of this pass.
+    shape : (B, H, Lq, Lkv)
+        Elements that the mask stands for.
+    """
+
+    def __init__(self, block_mask: BlockMask, shape: tuple[int, int, int, int]) -> None:
+        self.block_mask = block_mask
+        self._shape = shape
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        """(B, H, Lq, Lkv), in elements."""
+        return self._shape
+
+    def to(self, device: torch.device | str) -> ModelMask:
+        """Copy to another device."""
+        return ModelMask(self.block_mask.to(device), self._shape)
+
+    def __getitem__(self, index: Any) -> ModelMask:
+        raise TypeError("a model's mask is not sliced: slice its block_mask")
+
+    def __repr__(self) -> str:
+        return f"ModelMask({self.block_mask!r})"
+
+    __str__ = __repr__
+
+
+def create_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: MaskFunction | None = None,
+    attention_mask: Tensor | ModelMask | None = None,
+    *,
+    device: torch.device | str = "cpu",
+    config: Any = None,
+    block_size: int | tuple[int, int] = 128,
+    **_: Any,
+) -> ModelMask:
+    """Build the mask of one forward pass, as transformers' ``AttentionMaskInterface`` asks for it.
+
+    Parameters
+    ----------
+    batch_size, q_length, kv_length : int
+        Sizes of the layers' queries and keys, in rows and tokens.
+    q_offset : int or Tensor, 0-dim, int64
+        Position of the first query. A static cache passes its live counter: the value at the time
+        of this call counts.
+    kv_offset : int
+        Position of the first key; above 0 in a sliding layer whose window has moved.
+    mask_function : callable (b, h, q_idx, kv_idx) -> bool
+        The model's rule, over these positions. Default: every key.
+    attention_mask : Tensor, [B, n], bool, optional
+        True where a token is no padding; columns beyond ``n`` are padding.
+    device : torch.device or str
+        Where the tables live.
+    config : transformers.PreTrainedConfig, optional
+        Gives the number of query heads, for a `restrict` rule that depends on ``h``.
+    block_size : int or (int, int), tokens
+        See `create_block_mask`.
+
+    Returns
+    -------
+    ModelMask
+    """
+    if isinstance(attention_mask, ModelMask):  # built earlier in the same step
+        return attention_mask
+    rules = [] if mask_function is None else [mask_function]
+    if attention_mask is not None:
+        rules.append(_padding_rule(attention_mask, kv_offset + kv_length))
+    heads = 1
+    if (extra := _restriction.get()) is not None:
+        rules.append(extra if attention_mask is None else _from_first_token(extra, attention_mask))
+        heads = 1 if config is None else config.get_text_config().num_attention_heads
+    rule: MaskFunction = and_masks(*rules)
+    if not (isinstance(kv_offset, int) and kv_offset == 0):
+        rule = _shift_keys(rule, kv_offset)
+    if isinstance(q_offset, Tensor):
+        # The cache counts in place, between here and the layers' own calls.
+        q_offset = q_offset.to(device, copy=True).reshape(1)
+    block_mask = create_block_mask(
+        rule,
+        batch_size,
+        heads,
+        q_length,
+        kv_length,
+        device=device,
+        BLOCK_SIZE=block_size,
+        q_offset=q_offset,
+    )
+    return ModelMask(block_mask, (batch_size, heads, q_length, kv_length))
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: ModelMask | Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    is_causal: bool | None = None,
+    backend: str = "auto",
+    kernel_options: Mapping[str, Any] | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer, as transformers' ``AttentionInterface`` asks for it.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The layer.
+    query : Tensor, [B, Hq, Lq, D]
+        Queries, rotated.
+    key, value : Tensor, [B, Hkv, Lkv, D] and [B, Hkv, Lkv, Dv]
+        The layer's cache, heads not repeated.
+    attention_mask : ModelMask, or Tensor [B or 1, H or 1, Lq, Lkv or more], or None
+        From `create_mask`, or a user's own: bool (True: attend) or float, added to the scores
+        after `softcap`.
+    scaling : float, default ``D ** -0.5``
+        Multiplies the dot products.
+    dropout : float
+        Must be 0.
+    softcap : float, optional
+        Scores become ``softcap * tanh(score / softcap)``, before the mask.
+    s_aux : Tensor, [Hq], optional
+        Attention sinks, logits.
+    position_bias : Tensor, [B or 1, Hq or 1, Lq, Lkv], optional
+        Added to the scaled scores.
+    is_causal : bool, optional
+        Overrides ``module.is_causal``; only asked where there is no mask.
+    backend, kernel_options
+        See `attention`.
+
+    Returns
+    -------
+    out : Tensor, [B, Lq, Hq, Dv], contiguous
+    weights : None
+        They are never formed.
+
+    Raises
+    ------
+    ValueError
+        Dropout is asked for, or a causal layer comes without a mask (continuous batching, or a
+        name that was registered without its mask function).
+    """
+    if dropout > 0:
+        raise ValueError(
+            f"dropout: expected 0, got {dropout}: attention is forward only, call model.eval()"
+        )
+    if attention_mask is None and (
+        getattr(module, "is_causal", False) if is_causal is None else is_causal
+    ):
+        raise ValueError(
+            "attention_mask: expected a mask in a causal layer, got None (continuous batching is "
+            "not supported; register() installs the mask function)"
+        )
+    score_mod = None if softcap is None else _softcap(softcap)
+    block_mask: BlockMask | None = None
+    q_offset: int | None = None
+    if isinstance(attention_mask, ModelMask):
+        block_mask = attention_mask.block_mask  # owns its offset
+    elif isinstance(attention_mask, Tensor):
+        q_offset = 0  # a given matrix is indexed by row
+        if attention_mask.dtype == torch.bool:
+            block_mask = create_block_mask(_element(attention_mask))
+        else:
+            score_mod = _add_matrix(attention_mask, score_mod)
+    out = attention(
+        query,
+        key,
+        value,
+        score_mod=score_mod,
+        block_mask=block_mask,
+        scale=scaling,
+        q_offset=q_offset,
+        bias=position_bias,
+        sinks=s_aux,
+        backend=backend,
+        kernel_options=None if kernel_options is None else dict(kernel_options),
+    )
+    assert isinstance(out, Tensor)  # no auxiliary outputs were asked for
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _padding_rule(real: Tensor, columns: int) -> MaskFunction:
+    if (missing := columns - real.shape[-1]) > 0:  # a static cache has room for tokens to come
+        real = torch.nn.functional.pad(real, (0, missing))
+
+    def padding(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return real[b, kv_idx]
+
+    return padding
+
+
+def _from_first_token(rule: MaskFunction, real: Tensor) -> MaskFunction:
+    first = real.int().argmax(-1)  # [B], left padding of each row
+
+    def from_first_token(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return rule(b, h, q_idx - first[b], kv_idx - first[b])
+
+    return from_first_token
+
+
+def _shift_keys(rule: MaskFunction, kv_offset: int | Tensor) -> MaskFunction:
+    if isinstance(kv_offset, Tensor):
+        kv_offset = kv_offset.clone()
+
+    def shifted(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return rule(b, h, q_idx, kv_idx + kv_offset)
+
+    return shifted
+
+
+def _softcap(cap: float) -> ScoreMod:
+    def softcap(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return cap * torch.tanh(score / cap)
+
+    return softcap
+
+
+def _add_matrix(matrix: Tensor, inner: ScoreMod | None) -> ScoreMod:
+    element = _element(matrix)
+
+    def add_matrix(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + element(b, h, q_idx, kv_idx)
+
+    def add_matrix_after(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        assert inner is not None
+        return inner(score, b, h, q_idx, kv_idx) + element(b, h, q_idx, kv_idx)
+
+    return add_matrix if inner is None else add_matrix_after
+
+
+def _element(matrix: Tensor) -> MaskFunction:
+    """Read ``matrix [B or 1, H or 1, Lq, Lkv]``, where a size of 1 stands for all."""
+    B, H = matrix.shape[:2]
+    if B == 1 and H == 1:
+        plane = matrix[0, 0]
+        return lambda b, h, q_idx, kv_idx: plane[q_idx, kv_idx]
+    if H == 1:
+        rows = matrix[:, 0]
+        return lambda b, h, q_idx, kv_idx: rows[b, q_idx, kv_idx]
+    if B == 1:
+        heads = matrix[0]
+        return lambda b, h, q_idx, kv_idx: heads[h, q_idx, kv_idx]
+    return lambda b, h, q_idx, kv_idx: matrix[b, h, q_idx, kv_idx]

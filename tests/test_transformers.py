@@ -1,0 +1,318 @@
+"""Models of transformers give the same through flexdecode as through their own eager attention."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from flexdecode.integrations import transformers as integration
+from flexdecode.integrations.transformers import attention_forward, create_mask, register, restrict
+
+transformers = pytest.importorskip("transformers", minversion="5")
+
+PROMPT = 13  # tokens of the longest prompt; every window below is shorter
+NEW = 12
+SIZES = {
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
+    "vocab_size": 97,
+    "max_position_embeddings": 128,
+    "eos_token_id": None,
+    "bos_token_id": 1,
+    "pad_token_id": 0,
+}
+CONFIGS = {
+    "llama": ("LlamaConfig", {}),
+    "mistral": ("MistralConfig", {"sliding_window": 8}),
+    "qwen2": (
+        "Qwen2Config",
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    ),
+    "gemma2": (
+        "Gemma2Config",
+        {
+            "sliding_window": 8,
+            "head_dim": 8,
+            "query_pre_attn_scalar": 3,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": None,
+        },
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {"sliding_window": 8, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    register(block_size=4)
+
+
+@pytest.fixture(scope="module")
+def build():
+    """Build tiny models by name, with weights large enough that attention matters."""
+    models = {}
+
+    def build(name, implementation="eager"):
+        if name not in models:
+            kind, options = CONFIGS[name]
+            config = getattr(transformers, kind)(**SIZES, **options)
+            torch.manual_seed(0)
+            model = transformers.AutoModelForCausalLM.from_config(config).eval()
+            for parameter in model.parameters():
+                if parameter.ndim > 1:
+                    torch.nn.init.normal_(parameter, std=1.5 * parameter.shape[-1] ** -0.5)
+                parameter.requires_grad_(False)
+            for module in model.modules():
+                if hasattr(module, "sinks"):
+                    torch.nn.init.normal_(module.sinks)
+            models[name] = model
+        models[name].set_attn_implementation(implementation)
+        return models[name]
+
+    return build
+
+
+@dataclass
+class Batch:
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+
+
+@pytest.fixture
+def batch():
+    """Three prompts of different length, padded on the left."""
+    generator = torch.Generator().manual_seed(1)
+    input_ids = torch.randint(2, SIZES["vocab_size"], (3, PROMPT), generator=generator)
+    attention_mask = torch.ones_like(input_ids)
+    for row, padding in enumerate((0, 5, 2)):
+        input_ids[row, :padding] = 0
+        attention_mask[row, :padding] = 0
+    return Batch(input_ids, attention_mask)
+
+
+def generate(model, batch, **options):
+    with torch.no_grad():
+        result = model.generate(
+            input_ids=batch.input_ids,
+            attention_mask=batch.attention_mask,
+            max_new_tokens=NEW,
+            min_new_tokens=NEW,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+            **options,
+        )
+    return result.sequences, torch.stack(result.logits)
+
+
+def assert_same(got, wanted):
+    assert torch.equal(got[0], wanted[0])
+    torch.testing.assert_close(got[1], wanted[1], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [{}, {"cache_implementation": "static", "disable_compile": True}, {"use_cache": False}],
+    ids=["dynamic", "static", "none"],
+)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_generate_equals_eager(build, batch, name, cache):
+    wanted = generate(build(name), batch)
+    assert_same(generate(build(name, "flexdecode"), batch, **cache), wanted)
+
+
+def test_beam_search_equals_eager(build, batch):
+    wanted = generate(build("mistral"), batch, num_beams=2)
+    assert_same(generate(build("mistral", "flexdecode"), batch, num_beams=2), wanted)
+
+
+# The name until transformers 5.40; its successor is unknown to the first releases of 5.
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_chunks_on_a_static_cache_equal_eager(build, batch, name, padded):
+    """Several tokens at once on a part-filled cache, whose counter moves within the forward."""
+
+    def run(model, cache):
+        logits, seen = [], 0
+        for chunk in (6, 4, 3):
+            mask = batch.attention_mask[:, : seen + chunk] if padded else None
+            ids = batch.input_ids[:, seen : seen + chunk]
+            with torch.no_grad():
+                logits.append(model(ids, attention_mask=mask, past_key_values=cache).logits)
+            seen += chunk
+        logits = torch.cat(logits, 1)
+        return logits[batch.attention_mask.bool()] if padded else logits
+
+    model = build(name)
+    wanted = run(model, transformers.DynamicCache(config=model.config))
+    model = build(name, "flexdecode")
+    got = run(model, transformers.StaticCache(config=model.config, max_cache_len=20))
+    torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0)
+
+
+def test_compiled_generate_equals_eager(build, batch):
+    wanted = generate(build("qwen2"), batch)
+    compile_config = transformers.CompileConfig(backend="eager")
+    compile_config._compile_all_devices = True  # generate() compiles on a GPU only
+    got = generate(
+        build("qwen2", "flexdecode"),
+        batch,
+        cache_implementation="static",
+        compile_config=compile_config,
+    )
+    assert_same(got, wanted)
+
+
+@pytest.mark.parametrize(("name", "kinds"), [("llama", 1), ("mistral", 1), ("qwen2", 2)])
+def test_tables_are_built_once_per_kind_and_forward(build, batch, name, kinds, monkeypatch):
+    calls = []
+    create = integration.create_block_mask
+    monkeypatch.setattr(
+        integration, "create_block_mask", lambda *a, **k: calls.append(a) or create(*a, **k)
+    )
+    generate(build(name, "flexdecode"), batch)
+    assert len(calls) == kinds * NEW
+
+
+def test_every_token_has_the_same_trace(build, batch, monkeypatch):
+    """What would be compiled depends on neither the token nor the padding's length."""
+    from flexdecode.trace import trace
+
+    keys = []
+    create = integration.create_block_mask
+
+    def record(rule, *args, **kwargs):
+        keys.append(trace(rule, "mask").graph.key)
+        return create(rule, *args, **kwargs)
+
+    monkeypatch.setattr(integration, "create_block_mask", record)
+    generate(build("mistral", "flexdecode"), batch)
+    # A sliding cache starts to shift its keys at most once.
+    assert len(set(keys)) <= 2
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("heads", [1, 6])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_own_matrix_equals_eager(build, batch, kind, heads, rows):
+    generator = torch.Generator().manual_seed(2)
+    allowed = torch.rand(rows, heads, PROMPT, PROMPT, generator=generator) < 0.6
+    allowed |= torch.eye(PROMPT, dtype=torch.bool)
+    bias = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    bias = bias + torch.where(allowed, torch.randn(allowed.shape, generator=generator), 0)
+    if kind == "bool":
+        bias = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    mask = allowed if kind == "bool" else bias
+    with torch.no_grad():
+        wanted = build("llama")(batch.input_ids, attention_mask=bias).logits
+        got = build("llama", "flexdecode")(batch.input_ids, attention_mask=mask).logits
+    torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0)
+
+
+def test_own_float_matrix_is_added_after_the_softcap(build, batch):
+    bias = torch.randn(1, 1, PROMPT, PROMPT).tril().masked_fill(
+        torch.ones(PROMPT, PROMPT).triu(1).bool(), torch.finfo(torch.float32).min
+    )
+    mask = {"full_attention": bias, "sliding_attention": bias}
+    with torch.no_grad():
+        wanted = build("gemma2")(batch.input_ids, attention_mask=mask).logits
+        got = build("gemma2", "flexdecode")(batch.input_ids, attention_mask=mask).logits
+    torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0)
+
+
+def test_restrict_counts_from_the_first_token(build, batch):
+    """A row of a left-padded batch sees what it would see alone."""
+
+    def sinks_and_window(b, h, q_idx, kv_idx):
+        return (kv_idx < 2) | (q_idx - kv_idx < 4)
+
+    model = build("llama", "flexdecode")
+    free = generate(model, batch)
+    with restrict(sinks_and_window):
+        together = generate(model, batch)
+        for row in range(3):
+            real = batch.attention_mask[row].bool()
+            alone = Batch(batch.input_ids[row, real][None], batch.attention_mask[row, real][None])
+            tokens, logits = generate(model, alone)
+            assert torch.equal(tokens[0, -NEW:], together[0][row, -NEW:])
+            torch.testing.assert_close(logits[:, 0], together[1][:, row], atol=1e-4, rtol=0)
+    assert (free[1] - together[1]).abs().max() > 0.1
+    assert_same(generate(model, batch), free)
+
+
+def test_restrict_equals_eager_with_the_same_matrix(build, batch):
+    def rule(b, h, q_idx, kv_idx):
+        return (kv_idx % 3 == h % 3) | (q_idx == kv_idx)
+
+    h, q, kv = torch.meshgrid(
+        torch.arange(6), torch.arange(PROMPT), torch.arange(PROMPT), indexing="ij"
+    )
+    allowed = (rule(0, h, q, kv) & (q >= kv) & (q - kv < 7))[None]
+    bias = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    with torch.no_grad():
+        wanted = build("llama")(batch.input_ids, attention_mask=bias).logits
+        model = build("llama", "flexdecode")
+        with restrict(rule), restrict(lambda b, h, q_idx, kv_idx: q_idx - kv_idx < 7):
+            got = model(batch.input_ids).logits
+    torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0)
+
+
+def test_settings_reach_attention(build, batch, monkeypatch):
+    register("flexdecode", backend="reference", kernel_options={"num_splits": 1})
+    seen = []
+    original = integration.attention
+    monkeypatch.setattr(
+        integration, "attention", lambda *a, **k: seen.append(k) or original(*a, **k)
+    )
+    with torch.no_grad():
+        build("llama", "flexdecode")(batch.input_ids)
+    assert {k["backend"] for k in seen} == {"reference"}
+    assert all(k["kernel_options"] == {"num_splits": 1} for k in seen)
+
+
+def test_position_bias_is_added():
+    module = torch.nn.Module()
+    q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
+    bias = torch.randn(1, 2, 3, 5)
+    out, weights = attention_forward(module, q, k, v, None, position_bias=bias)
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+    torch.testing.assert_close(out, wanted.transpose(1, 2), atol=1e-5, rtol=0)
+    assert weights is None
+
+
+def test_dropout_is_refused():
+    q = torch.zeros(1, 1, 1, 8)
+    with pytest.raises(ValueError, match=r"dropout: expected 0, got 0\.1"):
+        attention_forward(torch.nn.Module(), q, q, q, None, dropout=0.1)
+
+
+def test_a_causal_layer_without_mask_is_refused():
+    q = torch.zeros(1, 1, 1, 8)
+    with pytest.raises(ValueError, match="attention_mask: expected a mask in a causal layer"):
+        attention_forward(torch.nn.Module(), q, q, q, None, is_causal=True)
+
+
+@pytest.mark.parametrize("name", ["my_flash", "eager", "a/b"])
+def test_names_of_other_back_ends_are_refused(name):
+    with pytest.raises(ValueError, match="name: expected a name of its own"):
+        register(name)
+
+
+def test_restrict_refuses_what_is_no_function():
+    with pytest.raises(TypeError, match="expected functions"), restrict(3):
+        pass
+
+
+def test_model_mask_looks_like_four_dimensions():
+    mask = create_mask(2, 3, 7, 4, mask_function=lambda b, h, q_idx, kv_idx: q_idx >= kv_idx)
+    assert mask.shape == (2, 1, 3, 7)
+    assert create_mask(2, 3, 7, attention_mask=mask) is mask
+    with pytest.raises(TypeError, match="not sliced"):
+        mask[0]
