@@ -1,0 +1,67 @@
+"""Fixtures of all tests, and what has to be set before torch and Triton are imported."""
+
+from __future__ import annotations
+
+import os
+
+# Small tensors: more threads than this cost more than they give. Read when torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    # Kernels then run in Triton's interpreter; read when Triton is imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked ``gpu`` on a machine without one."""
+    if HAS_GPU:
+        return
+    skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """The GPU where there is one, else the CPU."""
+    return torch.device("cuda" if HAS_GPU else "cpu")
+
+
+@pytest.fixture
+def fresh_triton_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty disk cache for Triton, for tests that count compilations."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill new floating-point buffers with NaN, so that an element left unwritten shows.
+
+    Fresh memory is often zero, and a zero hides a missing store.
+    """
+
+    def poison(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def allocate_nan(*args: Any, **kwargs: Any) -> torch.Tensor:
+            buffer = allocate(*args, **kwargs)
+            return buffer.fill_(float("nan")) if buffer.is_floating_point() else buffer
+
+        return allocate_nan
+
+    for owner, name in (
+        (torch, "empty"),
+        (torch, "empty_like"),
+        (torch, "empty_strided"),
+        (torch.Tensor, "new_empty"),
+        (torch.Tensor, "new_empty_strided"),
+    ):
+        monkeypatch.setattr(owner, name, poison(getattr(owner, name)))
