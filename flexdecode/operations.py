@@ -82,6 +82,8 @@ def _binary_node(tracer: Tracer, op: str, x: Value, y: Value) -> Node:
     build = tracer.builder
     dtype = common_dtype(x, y)
     if op in COMPARISONS:
+        if not is_float(dtype) and dtype != "bool" and (type(x) is Number or type(y) is Number):
+            dtype = "int64"  # a number beyond a narrow dtype must not wrap into it
         args = build.cast(x.node, dtype), build.cast(y.node, dtype)
         return build.node(op, "bool", args)
     if op in BITWISE:

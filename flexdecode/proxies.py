@@ -35,6 +35,7 @@ STORAGE = {
     torch.float32: "float32",
     torch.float64: "float64",
 }
+_NARROW = {"uint8": 2**8, "int8": 2**7, "int16": 2**15, "int32": 2**31}
 WIDENED = {"float16": "float32", "bfloat16": "float32"}
 TORCH_DTYPE = {name: dtype for dtype, name in STORAGE.items()}
 
@@ -454,7 +455,12 @@ def common_dtype(first: Value, second: Value) -> str:
     if weak[0] == weak[1]:
         return promote(one, two)
     number, tensor = (one, two) if weak[0] else (two, one)
-    return number if _category(number) > _category(tensor) else tensor
+    value = (first if weak[0] else second).node
+    if _category(number) > _category(tensor):
+        return number
+    if value.op == "const" and tensor in _NARROW and not abs(value.attr) < _NARROW[tensor]:
+        return "int64"  # where torch raises an overflow error
+    return tensor
 
 
 def _category(dtype: str) -> int:
