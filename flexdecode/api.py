@@ -1,0 +1,291 @@
+"""`attention`: check the arguments, resolve the mask for this call, run a backend."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexdecode import checks
+from flexdecode.backends import choose_backend, load_backend
+from flexdecode.block_mask import BlockMask
+from flexdecode.problem import Problem, Request
+from flexdecode.trace import trace
+
+if TYPE_CHECKING:
+    from flexdecode.mods import ScoreMod
+
+__all__ = ["AuxOutput", "AuxRequest", "attention"]
+
+
+class AuxRequest(NamedTuple):
+    """Which statistics `attention` returns beside the output.
+
+    Attributes
+    ----------
+    lse : bool
+        The natural log of the sum of exponentials of each row.
+    max_scores : bool
+        The greatest score of each row, in natural units, sinks excluded.
+    """
+
+    lse: bool = False
+    max_scores: bool = False
+
+
+class AuxOutput(NamedTuple):
+    """The statistics that an `AuxRequest` asked for; None where it did not.
+
+    Attributes
+    ----------
+    lse : Tensor [B, Hq, Lq], float32, or None
+        Natural log; ``-inf`` in a row that may attend to nothing.
+    max_scores : Tensor [B, Hq, Lq], float32, or None
+        Natural units; ``-inf`` in a row that may attend to nothing.
+    """
+
+    lse: Tensor | None = None
+    max_scores: Tensor | None = None
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    kv_len: int | Tensor | None = None,
+    kv_start: Tensor | None = None,
+    q_offset: int | Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_aux: AuxRequest | None = None,
+    backend: str = "auto",
+    kernel_options: dict[str, Any] | None = None,
+) -> Tensor | tuple[Tensor, AuxOutput]:
+    r"""Attend from each query to the keys its mask allows, reading only the blocks that hold one.
+
+    With ``G = Hq // Hkv``, for query ``i`` of head ``h`` in sequence ``b``::
+
+        s   = scale * <q[b, h, i], k[b, h // G, kv_idx]> + bias[b, h, i, kv_idx]
+        t   = score_mod(s, b, h, q_idx, kv_idx)
+        lse = ln (sum exp(t) [+ exp(sinks[h])])          over allowed kv_idx < kv_len[b]
+        out = sum exp(t - lse) * v[b, h // G, kv_idx]    over the same kv_idx
+
+    Positions are logical: ``kv_idx`` is a token's place in its own sequence and
+    ``q_idx = q_offset[b] + i``, where ``q_offset`` defaults to ``kv_len[b] - Lq``, so that the
+    last query sits on the last key.
+
+    Parameters
+    ----------
+    q : Tensor, [B, Hq, Lq, D], float16, bfloat16 or float32
+        Queries; ``Lq`` is 1 for plain decoding, more for speculative decoding and prefill.
+    k : Tensor, [B or 1, Hkv, Lkv, D], dtype of q
+        Keys, any strides; ``Hq`` is a multiple of ``Hkv``. ``Lkv`` is the capacity of the cache.
+        One head expanded to many (stride 0) is recognised, and read once.
+    v : Tensor, [B or 1, Hkv, Lkv, Dv], dtype of q
+        Values, laid out like `k`; ``Dv`` may differ from ``D``.
+    score_mod : callable (score, b, h, q_idx, kv_idx) -> score, optional
+        Rewrites a scaled score before the softmax. Scores are float32 in natural units, never log2;
+        ``h`` is the query head.
+    block_mask : BlockMask, optional
+        Which keys may be attended, from `create_block_mask`. Default: all of them. torch's own
+        ``BlockMask`` is taken too, with its rule that the first query sits on position 0.
+    scale : float, default ``D ** -0.5``
+        Multiplies the dot product, before `bias` and `score_mod`.
+    kv_len : int or Tensor [B], int32 or int64, tokens; default ``Lkv``
+        Valid keys of each sequence; shapes ``[]`` and ``[1]`` stand for all of them. Data, not
+        shape: a new value neither syncs nor recompiles. A tensor's values are clamped to
+        ``[0, Lkv]``, an int outside is an error.
+    kv_start : Tensor [B], int32 or int64, tokens, optional
+        First slot of each sequence. Not supported yet.
+    q_offset : int or Tensor [B], int32 or int64, tokens; default ``kv_len - Lq``
+        Position of the first query row; may be negative.
+    page_table : Tensor [B, max_pages], int32, optional
+        Physical page of each logical page. Not supported yet.
+    cu_seqlens_q : Tensor [B + 1], int32, optional
+        Starts of packed queries. Not supported yet.
+    bias : Tensor, [B or 1, Hq or 1, Lq, Lkv], floating point, any strides, optional
+        Added to the scaled score before `score_mod`, indexed by row and ``kv_idx``.
+    sinks : Tensor, [Hq], floating point, logits in natural units, optional
+        Takes softmax mass and gives no value; joins each row once.
+    return_aux : AuxRequest, optional
+        Statistics to return beside the output.
+    backend : str, default "auto"
+        ``"auto"`` (triton on a GPU, cpu elsewhere), ``"triton"`` (also takes CPU tensors, under
+        ``TRITON_INTERPRET=1``), ``"cpu"``, or ``"reference"`` (dense float64).
+    kernel_options : dict, optional
+        ``deterministic`` (bool or ``"batch_invariant"``), ``num_splits``, ``tf32``, ``approx``,
+        ``partial_dtype``, ``BLOCK_M``, ``BLOCK_N``, ``num_warps``, ``num_stages``.
+
+    Returns
+    -------
+    out : Tensor, [B, Hq, Lq, Dv], dtype of q
+        Zero in a row that may attend to nothing.
+    aux : AuxOutput
+        Only with `return_aux`. ``aux.lse`` is [B, Hq, Lq], float32, natural log; ``-inf`` in a row
+        that may attend to nothing.
+
+    Raises
+    ------
+    ValueError
+        A shape, length or device does not fit, or q, k or v require grad while grad mode is on.
+        The message names the argument, what came and what is wanted:
+        ``k: expected head dim 128 to match q, got 64 (shape [2, 8, 4096, 64])``.
+    TypeError
+        A dtype or kind is unsupported, or a mod calls something that cannot be traced; the message
+        then names the function and the line of the mod. All are raised before anything is launched.
+
+    See Also
+    --------
+    create_block_mask : Turn a ``mask_mod`` into a `BlockMask`.
+    merge_attentions : Combine outputs over disjoint sets of keys.
+
+    Notes
+    -----
+    Split-KV decoding [1]_ over the active blocks only: full blocks run `score_mod`, partial blocks
+    run `score_mod` and the mask [2]_, and the splits meet in an online softmax [3]_. Accumulation
+    is float32. Memory traffic is the active blocks of `k` and `v`, each read once.
+
+    References
+    ----------
+    .. [1] T. Dao, D. Haziza, F. Massa, G. Sizov, "Flash-Decoding for long-context inference", 2023.
+    .. [2] J. Dong et al., "Flex Attention: A Programming Model for Generating Optimized Attention
+       Kernels", arXiv:2412.05496, 2024.
+    .. [3] M. Milakov, N. Gimelshein, "Online normalizer calculation for softmax",
+       arXiv:1805.02867, 2018.
+
+    Examples
+    --------
+    One new token for each of two sequences, eight query heads over two key heads:
+
+    >>> import torch
+    >>> from flexdecode import AuxRequest, attention, create_block_mask
+    >>> from flexdecode.masks import causal
+    >>> q = torch.randn(2, 8, 1, 64)
+    >>> k, v = torch.randn(2, 2, 2, 4096, 64)
+    >>> out = attention(q, k, v, block_mask=create_block_mask(causal))
+    >>> out.shape
+    torch.Size([2, 8, 1, 64])
+
+    The newest token sees the whole cache, so here ``causal`` changes nothing:
+
+    >>> torch.allclose(out, attention(q, k, v), atol=1e-6)
+    True
+
+    Sequences of different length share one call; keys past ``kv_len`` have no effect:
+
+    >>> kv_len = torch.tensor([4096, 1000])
+    >>> out, aux = attention(q, k, v, kv_len=kv_len, return_aux=AuxRequest(lse=True))
+    >>> torch.allclose(out[1:], attention(q[1:], k[1:, :, :1000], v[1:, :, :1000]), atol=1e-6)
+    True
+    >>> aux.lse.shape, aux.lse.dtype
+    (torch.Size([2, 8, 1]), torch.float32)
+    """
+    if kv_start is not None or page_table is not None or cu_seqlens_q is not None:
+        checks.check_not_yet("kv_start", kv_start)
+        checks.check_not_yet("page_table", page_table)
+        checks.check_not_yet("cu_seqlens_q", cu_seqlens_q)
+    checks.check_qkv(q, k, v)
+    checks.check_grad(q, k, v)
+    k, v = _without_repeats(q, k, v)
+    problem = _problem(q, k, v, scale, kv_len, q_offset)
+    if bias is not None:
+        bias = checks.check_bias(
+            bias, problem.B, problem.Hq, problem.Lq, problem.Lkv, problem.device
+        )
+    if sinks is not None:
+        sinks = checks.check_sinks(sinks, problem.Hq, problem.device)
+    if return_aux is not None:
+        checks.check_return_aux(return_aux)
+    options = checks.check_options(kernel_options) if kernel_options is not None else {}
+    run = load_backend(choose_backend(backend, problem.device))
+    if block_mask is not None and not isinstance(block_mask, BlockMask):
+        checks.check_mask(block_mask)
+        block_mask = BlockMask.from_torch(block_mask)
+    score = None
+    if score_mod is not None:
+        checks.check_score_mod(score_mod)
+        score = trace(score_mod, "score")
+
+    with torch.no_grad():  # captured parameters must not record anything either
+        resolved = None
+        if block_mask is not None and q.shape[0] and problem.Lq and problem.Lkv:
+            resolved = block_mask.resolve(problem, q_offset is not None)
+            if resolved.q_offset is not problem.q_offset:
+                problem = dataclasses.replace(problem, q_offset=resolved.q_offset)
+        result = run(
+            Request(
+                q,
+                k,
+                v,
+                problem,
+                score,
+                resolved,
+                bias,
+                sinks,
+                return_aux is not None and return_aux.lse,
+                return_aux is not None and return_aux.max_scores,
+                options,
+            )
+        )
+    if return_aux is None:
+        return result.out
+    return result.out, AuxOutput(result.lse, result.max_scores)
+
+
+def _without_repeats(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    # One head (one sequence) expanded to many has stride 0: keep the one, and read it once.
+    if k.stride(1) == 0 and v.stride(1) == 0 and q.shape[1] == k.shape[1] > 1:
+        k, v = k[:, :1], v[:, :1]
+    if k.stride(0) == 0 and v.stride(0) == 0 and k.shape[0] > 1:
+        k, v = k[:1], v[:1]
+    return k, v
+
+
+def _problem(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    kv_len: int | Tensor | None,
+    q_offset: int | Tensor | None,
+) -> Problem:
+    B, Hq, Lq, D = q.shape
+    Bkv, Hkv, Lkv, _ = k.shape
+    device = q.device
+    if kv_len is None:
+        kv_len = Lkv
+    else:
+        kv_len = checks.check_rows("kv_len", kv_len, B, device, 0, Lkv)
+    if q_offset is not None:
+        bound = checks.MAX_POSITION
+        q_offset = checks.check_rows("q_offset", q_offset, B, device, -bound, bound)
+        if isinstance(q_offset, Tensor):
+            q_offset = q_offset.to(torch.int64)
+    elif isinstance(kv_len, Tensor):
+        q_offset = kv_len.to(torch.int64).clamp(0, Lkv) - Lq
+    else:
+        q_offset = kv_len - Lq
+    return Problem(
+        B=B,
+        Hq=Hq,
+        Hkv=Hkv,
+        G=Hq // Hkv,
+        Lq=Lq,
+        Lkv=Lkv,
+        D=D,
+        Dv=v.shape[3],
+        Bkv=Bkv,
+        scale=checks.check_scale(scale, D),
+        dtype=q.dtype,
+        device=device,
+        kv_len=kv_len,
+        q_offset=q_offset,
+    )

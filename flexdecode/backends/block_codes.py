@@ -1,0 +1,102 @@
+"""Block lists as codes on the host: 0 empty, `PARTIAL` or `FULL` for every block of a row."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexdecode.tables import FULL, PARTIAL, Tables
+
+__all__ = ["Codes", "Lengths", "block_codes", "groups", "runs"]
+
+_Item = TypeVar("_Item", bound=np.generic)
+Codes = NDArray[np.uint8]
+Lengths = NDArray[np.int64]
+
+
+def block_codes(
+    tables: Tables | None, row: int, *, lengths: Lengths, size: int, capacity: int
+) -> Codes:
+    """What each block of keys holds for one row of the tables, clipped to the lengths.
+
+    Parameters
+    ----------
+    tables : Tables or None
+        None lists every block as full.
+    row : int
+        Which query tile.
+    lengths : array [B] or [1], int64, tokens
+        Valid keys.
+    size, capacity : int, tokens
+        Keys of a block; keys of the cache.
+
+    Returns
+    -------
+    array [B or 1, heads of the table, blocks], uint8
+        A full block that crosses a length is partial.
+    """
+    blocks = -(-capacity // size)
+    if tables is None:
+        codes: Codes = np.full((1, 1, blocks), FULL, dtype=np.uint8)
+    else:
+        codes = _spread(tables, row, blocks)
+        if tables.exact:
+            return codes
+    starts = np.arange(blocks) * size
+    ends = lengths[:, None, None]
+    codes = codes * (starts < ends).view(np.uint8)
+    codes[(codes == FULL) & (starts + size > ends)] = PARTIAL
+    return codes
+
+
+def _spread(tables: Tables, row: int, blocks: int) -> Codes:
+    count = tables.kv_num_blocks
+    codes = np.zeros((*count.shape[:2], blocks + 1), dtype=np.uint8)
+    lists = (
+        (PARTIAL, count, tables.kv_indices),
+        (FULL, tables.full_kv_num_blocks, tables.full_kv_indices),
+    )
+    for code, num_blocks, indices in lists:
+        if num_blocks is None or indices is None:
+            continue
+        n = num_blocks[:, :, row].numpy(force=True)
+        longest = int(n.max(initial=0))
+        if longest == 0:
+            continue
+        listed = indices[:, :, row, :longest].numpy(force=True)
+        # Entries past the count are undefined; blocks past the cache exist in longer masks.
+        valid = (np.arange(longest) < n[..., None]) & (listed >= 0) & (listed < blocks)
+        where = np.where(valid, listed, blocks).astype(np.int64)
+        np.put_along_axis(codes, where, np.uint8(code), -1)
+    return codes[..., :blocks]
+
+
+def groups(codes: Codes) -> Iterator[tuple[slice, slice, Codes]]:
+    """Neighbouring rows whose lists are equal: batch rows, key heads, codes [1 or G, blocks].
+
+    Parameters
+    ----------
+    codes : array [B or 1, Hkv or 1, G or 1, blocks]
+    """
+    for b0, b1, by_head in runs(codes):
+        for h0, h1, group in runs(by_head):
+            if group.any():
+                yield slice(b0, b1), slice(h0, h1), group
+
+
+def runs(items: NDArray[_Item]) -> Iterator[tuple[int, int, NDArray[_Item]]]:
+    """Maximal runs of equal items along the first axis: start, stop, the item."""
+    n = len(items)
+    if n == 0:
+        return
+    if n == 1:
+        yield 0, 1, items[0]
+        return
+    changed = (items[1:] != items[:-1]).reshape(n - 1, -1).any(1)
+    starts = [0, *(np.flatnonzero(changed) + 1).tolist(), n]
+    for start, stop in itertools.pairwise(starts):
+        yield start, stop, items[start]

@@ -1,0 +1,264 @@
+"""Every check of an argument of `attention`, and its message: ``argument: expected ..., got ...``.
+
+The checks read shapes, dtypes and devices only: no tensor operation, no synchronisation.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "check_bias",
+    "check_grad",
+    "check_mask",
+    "check_not_yet",
+    "check_options",
+    "check_qkv",
+    "check_return_aux",
+    "check_rows",
+    "check_scale",
+    "check_score_mod",
+    "check_sinks",
+]
+
+MAX_POSITION = 1 << 30  # positions beyond it would not stay exact in 32-bit kernels
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_POWERS = tuple(1 << n for n in range(4, 11))
+_LEGAL_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "deterministic": (True, False, "batch_invariant"),
+    "tf32": (True, False),
+    "approx": (True, False),
+    "partial_dtype": (torch.float32, torch.float64),
+    "BLOCK_M": _POWERS,
+    "BLOCK_N": _POWERS,
+    "num_warps": (1, 2, 4, 8, 16),
+    "num_stages": (1, 2, 3, 4, 5, 6, 7, 8),
+}
+_OPTION_NAMES = ("deterministic", "num_splits", *tuple(_LEGAL_OPTIONS)[1:])
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor of shape {list(value.shape)}"
+    return (
+        f"{type(value).__name__} {value!r}"
+        if isinstance(value, (int, float, str))
+        else (type(value).__name__)
+    )
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise unless q, k and v fit one another."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: expected a Tensor, got {type(x).__name__}")
+        if x.dim() != 4:
+            raise ValueError(
+                f"{name}: expected 4 dims [batch, heads, length, head dim], got {x.dim()} "
+                f"(shape {list(x.shape)})"
+            )
+    dtype = q.dtype
+    if dtype not in _DTYPES:
+        raise TypeError(f"q: expected float16, bfloat16 or float32, got {dtype}")
+    device = q.device
+    B, Hq, _, D = q.shape
+    Bkv, Hkv, Lkv, Dk = k.shape
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != dtype:
+            raise TypeError(f"{name}: expected {dtype} to match q, got {x.dtype}")
+        if x.device != device:
+            raise ValueError(f"{name}: expected device {device} to match q, got {x.device}")
+    if D < 1 or v.shape[3] < 1:
+        name, x = ("q", q) if D < 1 else ("v", v)
+        raise ValueError(f"{name}: expected a head dim of at least 1, got shape {list(x.shape)}")
+    if Dk != D:
+        raise ValueError(f"k: expected head dim {D} to match q, got {Dk} (shape {list(k.shape)})")
+    if Bkv not in (B, 1):
+        wanted = "batch 1" if B == 1 else f"batch {B} to match q, or 1"
+        raise ValueError(f"k: expected {wanted}, got {Bkv} (shape {list(k.shape)})")
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(
+            f"v: expected shape [{Bkv}, {Hkv}, {Lkv}, any] to match k, got {list(v.shape)}"
+        )
+    if Hkv < 1 or Hq % Hkv or Hq < 1:
+        raise ValueError(
+            f"q: expected a multiple of k's {Hkv} heads, at least one, got {Hq} heads "
+            f"(q {list(q.shape)}, k {list(k.shape)})"
+        )
+    if Lkv > MAX_POSITION or q.shape[2] > MAX_POSITION:
+        raise ValueError(
+            f"{'k' if Lkv > MAX_POSITION else 'q'}: expected at most 2**30 positions, "
+            f"got {max(Lkv, q.shape[2])}"
+        )
+
+
+def check_grad(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise when autograd would expect a backward pass."""
+    if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
+        name = "q" if q.requires_grad else "k" if k.requires_grad else "v"
+        raise ValueError(
+            f"{name}: expected a tensor that does not require grad, got requires_grad=True; "
+            "attention has no backward pass: call it under torch.no_grad()"
+        )
+
+
+def check_scale(scale: float | None, D: int) -> float:
+    """The factor of the dot product, ``D ** -0.5`` by default."""
+    if scale is None:
+        return float(D**-0.5)
+    if isinstance(scale, bool) or isinstance(scale, Tensor) or not hasattr(scale, "__float__"):
+        raise TypeError(f"scale: expected a number, got {_kind(scale)}")
+    scale = float(scale)
+    if not math.isfinite(scale):
+        raise ValueError(f"scale: expected a finite number, got {scale}")
+    return scale
+
+
+def check_rows(
+    name: str, value: Any, B: int, device: torch.device, lowest: int, highest: int
+) -> int | Tensor:
+    """A number for each sequence: an int within bounds, or a tensor as [B], left unread.
+
+    Parameters
+    ----------
+    name : str
+        The argument's name, for messages.
+    value : int or Tensor [B], [1] or 0-dim, int32 or int64
+    B : int
+        Batch size.
+    device : torch.device
+        Where a tensor must be.
+    lowest, highest : int
+        Bounds of an int, inclusive.
+    """
+    if isinstance(value, Tensor):
+        if value.dtype != torch.int32 and value.dtype != torch.int64:
+            raise TypeError(f"{name}: expected an int32 or int64 tensor, got {value.dtype}")
+        shape = value.shape
+        if len(shape) > 1 or (len(shape) == 1 and shape[0] != B and shape[0] != 1):
+            raise ValueError(
+                f"{name}: expected an int or a tensor of shape [{B}], got shape {list(shape)}"
+            )
+        if value.device != device:
+            raise ValueError(f"{name}: expected device {device} to match q, got {value.device}")
+        return value if len(shape) == 1 and shape[0] == B else value.expand(B)
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}: expected an int or an integer tensor, got {_kind(value)}")
+    value = int(value)
+    if not lowest <= value <= highest:
+        raise ValueError(f"{name}: expected a value in [{lowest}, {highest}], got {value}")
+    return value
+
+
+def check_bias(bias: Any, B: int, Hq: int, Lq: int, Lkv: int, device: torch.device) -> Tensor:
+    """The bias tensor, detached."""
+    if not isinstance(bias, Tensor):
+        raise TypeError(f"bias: expected a Tensor, got {type(bias).__name__}")
+    if not bias.is_floating_point():
+        raise TypeError(
+            f"bias: expected a floating-point tensor, got {bias.dtype}; a boolean mask is a "
+            "block_mask: create_block_mask(lambda b, h, q_idx, kv_idx: allowed[q_idx, kv_idx])"
+        )
+    shape = bias.shape
+    if (
+        len(shape) != 4
+        or shape[2:] != (Lq, Lkv)
+        or shape[0] not in (1, B)
+        or (shape[1] not in (1, Hq))
+    ):
+        raise ValueError(
+            f"bias: expected shape [{B} or 1, {Hq} or 1, {Lq}, {Lkv}], got {list(shape)}"
+        )
+    if bias.device != device:
+        raise ValueError(f"bias: expected device {device} to match q, got {bias.device}")
+    return bias.detach() if bias.requires_grad else bias
+
+
+def check_sinks(sinks: Any, Hq: int, device: torch.device) -> Tensor:
+    """The sink logits, detached."""
+    if not isinstance(sinks, Tensor):
+        raise TypeError(f"sinks: expected a Tensor, got {type(sinks).__name__}")
+    if not sinks.is_floating_point():
+        raise TypeError(f"sinks: expected a floating-point tensor, got {sinks.dtype}")
+    if sinks.shape != (Hq,):
+        raise ValueError(
+            f"sinks: expected shape [{Hq}], one logit a query head, got {list(sinks.shape)}"
+        )
+    if sinks.device != device:
+        raise ValueError(f"sinks: expected device {device} to match q, got {sinks.device}")
+    return sinks.detach() if sinks.requires_grad else sinks
+
+
+def check_mask(block_mask: Any) -> bool:
+    """True where `block_mask` is torch's BlockMask; raises for anything but that."""
+    flex = sys.modules.get("torch.nn.attention.flex_attention")
+    if flex is not None and isinstance(block_mask, flex.BlockMask):
+        return True
+    if isinstance(block_mask, Tensor):
+        if block_mask.is_floating_point():
+            hint = "an additive mask is a bias: attention(q, k, v, bias=...)"
+        else:
+            hint = "create_block_mask(lambda b, h, q_idx, kv_idx: allowed[q_idx, kv_idx])"
+        raise TypeError(f"block_mask: expected a BlockMask, got {_kind(block_mask)}; {hint}")
+    if callable(block_mask):
+        name = getattr(block_mask, "__name__", type(block_mask).__name__)
+        raise TypeError(
+            f"block_mask: expected a BlockMask, got the function {name}; "
+            f"pass create_block_mask({name})"
+        )
+    raise TypeError(f"block_mask: expected a BlockMask, got {type(block_mask).__name__}")
+
+
+def check_score_mod(score_mod: Any) -> None:
+    """Raise for what cannot be a score rule; the tracer checks what it returns."""
+    if hasattr(score_mod, "kv_num_blocks"):
+        raise TypeError("score_mod: expected a function, got a BlockMask; pass it as block_mask=")
+    if not callable(score_mod):
+        raise TypeError(
+            "score_mod: expected a function (score, b, h, q_idx, kv_idx) -> score, "
+            f"got {type(score_mod).__name__}"
+        )
+
+
+def check_return_aux(return_aux: Any) -> None:
+    """Raise unless `return_aux` says which statistics are wanted."""
+    if not (hasattr(return_aux, "lse") and hasattr(return_aux, "max_scores")):
+        raise TypeError(
+            f"return_aux: expected AuxRequest(lse=..., max_scores=...), got {_kind(return_aux)}"
+        )
+
+
+def check_options(options: Any) -> dict[str, Any]:
+    """`kernel_options` with every key and value known."""
+    if not isinstance(options, dict):
+        raise TypeError(f"kernel_options: expected a dict, got {type(options).__name__}")
+    for name, value in options.items():
+        if name == "num_splits":
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(
+                    f"kernel_options['num_splits']: expected an int of at least 1, got {value!r}"
+                )
+            continue
+        legal = _LEGAL_OPTIONS.get(name)
+        if legal is None:
+            raise ValueError(
+                f"kernel_options: expected keys among {', '.join(_OPTION_NAMES)}, got {name!r}"
+            )
+        # ``1 == True``: compare kinds too, so that tf32=1 and num_warps=True are refused
+        if not any(type(value) is type(good) and value == good for good in legal):
+            raise ValueError(
+                f"kernel_options[{name!r}]: expected one of {', '.join(map(str, legal))}, "
+                f"got {value!r}"
+            )
+    return options
+
+
+def check_not_yet(name: str, value: Any) -> None:
+    """Raise for an argument of the contract that this version does not support."""
+    if value is not None:
+        raise NotImplementedError(f"{name}: not supported yet")

@@ -1,0 +1,119 @@
+"""Records of one attention call: what is asked for, what a backend gets, what it gives back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from flexdecode.block_mask import ResolvedMask
+    from flexdecode.trace import Traced
+
+__all__ = ["Problem", "Request", "Result"]
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """The sizes, lengths and positions of one call, checked.
+
+    Sizes are Python ints; lengths and positions are data: an int when all sequences share it, or
+    a tensor on ``device`` that is never read on the host.
+
+    Attributes
+    ----------
+    B, Hq, Hkv, G, Lq, Lkv, D, Dv, Bkv : int
+        Batch, query heads, key heads, ``Hq // Hkv``, query rows, capacity of the cache, head dims
+        of q/k and of v, and the batch of k/v (B, or 1 when shared).
+    scale : float
+        Multiplies the dot product.
+    dtype, device
+        Those of q.
+    kv_len : int or Tensor [B], int32 or int64
+        Valid keys; a tensor may hold values outside ``[0, Lkv]``, see `kv_len_rows`.
+    q_offset : int or Tensor [B], int64
+        Position of each sequence's first query row.
+    """
+
+    B: int
+    Hq: int
+    Hkv: int
+    G: int
+    Lq: int
+    Lkv: int
+    D: int
+    Dv: int
+    Bkv: int
+    scale: float
+    dtype: torch.dtype
+    device: torch.device
+    kv_len: int | Tensor
+    q_offset: int | Tensor
+
+    def kv_len_rows(self) -> Tensor:
+        """Valid keys of each sequence: Tensor [B], int64, within ``[0, Lkv]``."""
+        if isinstance(self.kv_len, Tensor):
+            return self.kv_len.to(torch.int64).clamp(0, self.Lkv)
+        return torch.full((self.B,), self.kv_len, dtype=torch.int64, device=self.device)
+
+    def q_offset_rows(self) -> Tensor:
+        """Position of each sequence's first query row: Tensor [B], int64."""
+        if isinstance(self.q_offset, Tensor):
+            return self.q_offset
+        return torch.full((self.B,), self.q_offset, dtype=torch.int64, device=self.device)
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """One attention call, ready to run: what every backend's ``run`` takes.
+
+    Attributes
+    ----------
+    q : Tensor, [B, Hq, Lq, D]
+    k : Tensor, [Bkv, Hkv, Lkv, D]
+    v : Tensor, [Bkv, Hkv, Lkv, Dv]
+    problem : Problem
+        Its ``q_offset`` is already the mask's own where the mask has one.
+    score : Traced or None
+        The score rule.
+    resolved : ResolvedMask or None
+        Predicate and tables for this very call; None when every key may be attended.
+    bias : Tensor [B or 1, Hq or 1, Lq, Lkv] or None
+        Added to the scaled score before ``score``.
+    sinks : Tensor [Hq] or None
+        One logit a head that joins the denominator once.
+    want_lse, want_max : bool
+        Which statistics to return.
+    options : dict
+        Checked ``kernel_options``.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    problem: Problem
+    score: Traced | None
+    resolved: ResolvedMask | None
+    bias: Tensor | None
+    sinks: Tensor | None
+    want_lse: bool
+    want_max: bool
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """What a backend returns.
+
+    Attributes
+    ----------
+    out : Tensor, [B, Hq, Lq, Dv], dtype of q
+    lse, max_scores : Tensor [B, Hq, Lq], float32 (float64 from the reference), or None
+        Natural log and natural units; ``-inf`` where nothing is allowed.
+    """
+
+    out: Tensor
+    lse: Tensor | None
+    max_scores: Tensor | None
