@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from flexdecode import masks
+from flexdecode.evaluate import evaluate as graph_value
+from flexdecode.trace import trace
 
 CHUNK_PICTURE = """
     100000
@@ -324,3 +326,76 @@ def test_relative_bias_changed_in_place_is_seen() -> None:
     mod = masks.relative_bias(table)
     table.fill_(2.0)
     assert (score(mod, q=3, Lkv=4, h=0) == 2.0).all()
+
+
+SELECTED = torch.rand(2, 2, 8, generator=torch.Generator().manual_seed(0)) > 0.5
+IDS = torch.randint(0, 3, (2, 24), generator=torch.Generator().manual_seed(0))
+CHOICE = torch.tensor([0, 1, 0, 2])
+TREE = masks.create_ancestors([-1, 0, 0, 1])
+MASKS = [
+    masks.causal,
+    masks.bidirectional,
+    masks.sliding_window(5),
+    masks.sliding_window(torch.tensor([3, 7])),
+    masks.sliding_window(torch.tensor([4])),
+    masks.symmetric_window(4),
+    masks.sink_window(2, 4),
+    masks.prefix_lm(5),
+    masks.prefix_lm(torch.tensor([5, 2])),
+    masks.dilated(3),
+    masks.dilated(3, window=2),
+    masks.chunked(5),
+    masks.documents(IDS[0]),
+    masks.causal_documents(IDS),
+    masks.left_padding(torch.tensor([0, 3])),
+    masks.right_padding(9),
+    masks.tree(TREE, 7),
+    masks.tree(torch.stack([TREE, TREE.t()]), torch.tensor([7, 3])),
+    masks.selected_blocks(SELECTED, 3, group_size=2),
+    masks.selected_blocks(SELECTED[:1, :1], 3),
+    masks.per_head(CHOICE, masks.causal, masks.sliding_window(2)),
+    masks.causal & ~masks.sink_window(1, 3) | masks.right_padding(2),
+]
+SCORES = [
+    masks.alibi(12),
+    masks.alibi(torch.tensor([0.5, 0.25, 0.125, 0.0625])),
+    masks.softcap(30),
+    masks.relative_bias(torch.randn(32, 4)),
+    masks.relative_bias(torch.randn(32, 4), bidirectional=True),
+]
+
+
+def indices() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    b, h = torch.arange(2)[:, None, None, None], torch.arange(4)[:, None, None]
+    return b, h, torch.arange(24)[:, None], torch.arange(24)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.__name__)
+def test_traced_mask_equals_eager(mask: Any) -> None:
+    found = graph_value(trace(mask, "mask"), *indices())
+    assert torch.equal(found.expand(2, 4, 24, 24), mask(*indices()).expand(2, 4, 24, 24))
+
+
+@pytest.mark.parametrize("mod", SCORES, ids=lambda mod: mod.__name__)
+def test_traced_score_rule_equals_eager(mod: Any) -> None:
+    scores = torch.randn(2, 4, 24, 24)
+    found = graph_value(trace(mod, "score"), *indices(), scores)
+    torch.testing.assert_close(found.expand_as(scores), mod(scores, *indices()))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (masks.sliding_window(1), masks.sliding_window(4096)),
+        (masks.sink_window(0, 1), masks.sink_window(16, 2)),
+        (masks.tree(TREE, 0), masks.tree(TREE[:1, :1], 500)),
+    ],
+    ids=["sliding_window", "sink_window", "tree"],
+)
+def test_fc58_another_number_is_the_same_kernel(first: Any, second: Any) -> None:
+    assert trace(first, "mask").graph.key == trace(second, "mask").graph.key
+
+
+def test_fc58_another_number_is_the_same_score_rule() -> None:
+    for first, second in ((masks.alibi(8), masks.alibi(71)), (masks.softcap(1), masks.softcap(50))):
+        assert trace(first, "score").graph.key == trace(second, "score").graph.key
