@@ -194,6 +194,12 @@ def attention(
         checks.check_not_yet("cu_seqlens_q", cu_seqlens_q)
     checks.check_qkv(q, k, v)
     checks.check_grad(q, k, v)
+    if block_mask is not None:
+        if not isinstance(block_mask, BlockMask):
+            checks.check_mask(block_mask)
+            block_mask = BlockMask.from_torch(block_mask)
+        kv_len = block_mask.inherit("kv_len", kv_len)
+        q_offset = block_mask.inherit("q_offset", q_offset)
     k, v = _without_repeats(q, k, v)
     problem = _problem(q, k, v, scale, kv_len, q_offset)
     if bias is not None:
@@ -206,9 +212,6 @@ def attention(
         checks.check_return_aux(return_aux)
     options = checks.check_options(kernel_options) if kernel_options is not None else {}
     run = load_backend(choose_backend(backend, problem.device))
-    if block_mask is not None and not isinstance(block_mask, BlockMask):
-        checks.check_mask(block_mask)
-        block_mask = BlockMask.from_torch(block_mask)
     score = None
     if score_mod is not None:
         checks.check_score_mod(score_mod)
@@ -220,6 +223,11 @@ def attention(
             resolved = block_mask.resolve(problem, q_offset is not None)
             if resolved.q_offset is not problem.q_offset:
                 problem = dataclasses.replace(problem, q_offset=resolved.q_offset)
+            if resolved.scattered_rows and score is not None and "q_idx" in score.graph.uses:
+                raise ValueError(
+                    "score_mod: expected a rule without q_idx, since the block_mask's rows were "
+                    "picked one by one and have no common offset; slice them with a step of 1"
+                )
         result = run(
             Request(
                 q,

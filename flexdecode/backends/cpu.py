@@ -22,10 +22,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flexdecode.backends.block_codes import Codes, Lengths, block_codes, groups, runs
-from flexdecode.backends.softmax import State, attended, product
+from flexdecode.block_codes import Codes, Lengths, block_codes, groups, runs
 from flexdecode.evaluate import evaluate
 from flexdecode.problem import Request, Result
+from flexdecode.softmax import State, attended, product
 from flexdecode.tables import FULL, PARTIAL
 
 __all__ = ["run"]
