@@ -1,0 +1,820 @@
+"""`BlockMask`: a predicate and, perhaps, tables; how it is made, cut, combined and resolved."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from flexdecode.block_predicates import MaskRule, membership
+from flexdecode.mask_algebra import combine, cut
+from flexdecode.mask_arguments import (
+    block_size,
+    cdiv,
+    check_captures,
+    checked_table,
+    count,
+    find_device,
+    is_same,
+    position,
+    shown,
+)
+from flexdecode.mods import and_masks, not_mask, or_masks
+from flexdecode.tables import (
+    Extent,
+    Tables,
+    build_tables,
+    cached_tables,
+    check_numbers,
+    table_states,
+)
+from flexdecode.trace import Traced, trace
+
+if TYPE_CHECKING:
+    from flexdecode.bound_mask import BoundMask
+    from flexdecode.problem import Problem
+
+__all__ = ["BlockMask", "ResolvedMask", "create_block_mask"]
+
+_AUTHORITY = {
+    "lazy": 0,
+    "sized": 1,
+    "fixed": 2,
+}  # of two combined masks the higher one's kind stays
+
+
+@dataclass(frozen=True, eq=False)
+class ResolvedMask:
+    """A mask made ready for one call: what a backend gets.
+
+    Attributes
+    ----------
+    mask : Traced or None
+        The predicate of partial blocks, in the positions of this call; None when trivially true.
+    tables : Tables
+        Active blocks; a key counts only if its block is listed.
+    q_offset : int or Tensor [B], int64
+        Position of each sequence's first row.
+    scattered_rows : bool
+        The rows are not consecutive (a slice picked them one by one): ``q_offset + i`` is right
+        for the mask, whose predicate allows for it, but for nothing else.
+    """
+
+    mask: Traced | None
+    tables: Tables
+    q_offset: int | Tensor
+    scattered_rows: bool = False
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class BlockMask:
+    """Which keys each query may attend: a predicate plus, perhaps, tables of active blocks.
+
+    Made by `create_block_mask`, `from_kv_blocks` or `from_torch`. There are four kinds:
+
+    - *lazy*: no sizes; tables are built for every call, so they are always exact;
+    - *sized*: tables were built at once, and are built again whenever a call has other lengths;
+    - *fixed*: tables are authoritative and own their rows' positions (``q_offset=`` given, slices,
+      `from_kv_blocks`, `from_torch`): only listed blocks contribute;
+    - *bound*: tables in fixed buffers for one decode step, see `bind`.
+
+    Masks combine with ``&``, ``|`` and ``~``, with one another and with plain functions, and are
+    cut by ``mask[b, h, q_block]`` in units of blocks.
+
+    Attributes
+    ----------
+    mask_mod : callable or None
+        The predicate; None when trivially true.
+    BLOCK_SIZE : (int, int)
+        Queries and keys of a block.
+    kind : "lazy", "sized", "fixed" or "bound"
+    B, H : int or None
+        Batch and heads; None where a call decides.
+    q_len, kv_capacity : int or None
+        ``Q_LEN`` and ``KV_LEN``; None where a call decides.
+    kv_len : int, Tensor [B] or None
+        Valid keys that the tables are for; None when all ``KV_LEN`` are.
+    q_offset : int, Tensor [B] or None
+        Position of the first row where the mask owns it.
+    tables : Tables or None
+        None in a lazy mask.
+    source : "rule", "blocks" or "torch"
+        Where the tables came from. A mask that is not of a rule needs its tables to be understood.
+    """
+
+    mask_mod: MaskRule | None
+    BLOCK_SIZE: tuple[int, int]
+    kind: Literal["lazy", "sized", "fixed", "bound"]
+    B: int | None = None
+    H: int | None = None
+    q_len: int | None = None
+    kv_capacity: int | None = None
+    kv_len: int | Tensor | None = None
+    q_offset: int | Tensor | None = None
+    tables: Tables | None = None
+    source: Literal["rule", "blocks", "torch"] = "rule"
+    scattered_rows: bool = False
+    # A combination with tables whose rows get their positions from the call: makes its predicate.
+    rule_of_call: Callable[[Problem], MaskRule] | None = None
+
+    @classmethod
+    def from_kv_blocks(
+        cls,
+        kv_num_blocks: Tensor,
+        kv_indices: Tensor,
+        full_kv_num_blocks: Tensor | None = None,
+        full_kv_indices: Tensor | None = None,
+        BLOCK_SIZE: int | tuple[int, int] = 128,
+        mask_mod: MaskRule | None = None,
+        seq_lengths: tuple[int, int] | None = None,
+        *,
+        q_offset: int | Tensor | None = None,
+    ) -> BlockMask:
+        """Make a fixed mask of given tables: only listed blocks contribute.
+
+        Parameters
+        ----------
+        kv_num_blocks : Tensor, [B or 1, H, nQ], integer
+            Partial blocks of each row of blocks; ``H`` is 1, key heads or query heads.
+        kv_indices : Tensor, [B or 1, H, nQ, C], integer
+            Their numbers in any order, each once; what follows the count is ignored. ``C`` may be
+            the number of key blocks (as in torch) or any width that holds the longest list.
+        full_kv_num_blocks, full_kv_indices : Tensor, optional
+            The same for blocks that `mask_mod` is not asked about.
+        BLOCK_SIZE : int or (int, int), default 128
+            Queries and keys of a block.
+        mask_mod : callable (b, h, q_idx, kv_idx) -> bool, optional
+            Predicate of the partial blocks. Default: all their elements are allowed.
+        seq_lengths : (int, int), optional
+            ``Q_LEN`` and ``KV_LEN``. Default: as many rows as the blocks have, and any key length.
+        q_offset : int or Tensor [B], optional
+            Position of the first row. Default: such that the last row sits on the last key.
+
+        Returns
+        -------
+        BlockMask
+
+        Raises
+        ------
+        ValueError, TypeError
+            Shapes, dtypes or devices do not fit; on a CPU also where a count or a block number is
+            out of range, or a block is listed twice.
+
+        Examples
+        --------
+        One query that may see keys 128 to 255:
+
+        >>> import torch
+        >>> one = torch.tensor([[[1]]])
+        >>> mask = BlockMask.from_kv_blocks(one, one[..., None], seq_lengths=(1, 256))
+        >>> mask.to_dense()
+        tensor([[[[0, 1]]]], dtype=torch.int32)
+        """
+        if isinstance(kv_num_blocks, Tensor):
+            B, H, _ = checked_table("", kv_num_blocks, kv_indices, None)
+        if full_kv_num_blocks is not None or full_kv_indices is not None:
+            checked_table("full_", full_kv_num_blocks, full_kv_indices, kv_num_blocks)
+        block = block_size(BLOCK_SIZE)
+        nQ = kv_num_blocks.shape[2]
+        q_len, capacity = nQ * block[0], None
+        columns = -1  # not known before a call
+        if seq_lengths is not None:
+            q_len, capacity = (
+                count("seq_lengths[0]", seq_lengths[0]),
+                count("seq_lengths[1]", seq_lengths[1]),
+            )
+            columns = cdiv(capacity, block[1])
+            if cdiv(q_len, block[0]) != nQ:
+                raise ValueError(
+                    f"seq_lengths: expected {nQ} blocks of {block[0]} queries to match "
+                    f"kv_num_blocks (shape {list(kv_num_blocks.shape)}), got {q_len} queries"
+                )
+        tables = Tables(
+            kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, block, columns, False
+        ).map(lambda table: table.detach().to(torch.int32))
+        if kv_indices.device.type == "cpu":
+            check_numbers(tables)
+        if mask_mod is not None:
+            trace(mask_mod, "mask")  # complain here rather than at the first call
+        return cls(
+            mask_mod,
+            block,
+            "fixed",
+            B,
+            H,
+            q_len,
+            capacity,
+            q_offset=position("q_offset", q_offset, B, kv_indices.device),
+            tables=tables,
+            source="blocks",
+        )
+
+    @classmethod
+    def from_torch(cls, block_mask: Any) -> BlockMask:
+        """Take over torch's ``BlockMask``, with its rule that the first query is at position 0.
+
+        Parameters
+        ----------
+        block_mask : torch.nn.attention.flex_attention.BlockMask
+
+        Returns
+        -------
+        BlockMask
+            Fixed, with ``q_offset`` 0; shares the tables.
+
+        Raises
+        ------
+        ValueError
+            The mask was sliced in torch and lost its predicate.
+        """
+        rule = block_mask.mask_mod
+        name = getattr(rule, "__name__", "")
+        if getattr(rule, "__module__", None) == "torch.nn.attention.flex_attention":
+            if name == "noop_mask":
+                rule = None
+            elif name == "_sliced_mask_mod_error":
+                raise ValueError(
+                    "block_mask: expected a mask with a mask_mod, got a torch slice, which has "
+                    "lost it; slice flexdecode's mask instead, or set .mask_mod"
+                )
+        nQ = block_mask.kv_num_blocks.shape[-1]
+        q_len, kv_len = block_mask.seq_lengths
+        mask = cls.from_kv_blocks(
+            block_mask.kv_num_blocks,
+            block_mask.kv_indices,
+            block_mask.full_kv_num_blocks,
+            block_mask.full_kv_indices,
+            block_mask.BLOCK_SIZE,
+            rule,
+            (min(q_len, nQ * block_mask.BLOCK_SIZE[0]), kv_len),  # slices keep the old length
+            q_offset=0,
+        )
+        return replace(mask, source="torch")
+
+    # Tables, under torch's names.
+
+    @property
+    def kv_num_blocks(self) -> Tensor | None:
+        """Partial blocks of each row: [B, H, nQ], int32; None in a lazy mask."""
+        return self._table("kv_num_blocks")
+
+    @property
+    def kv_indices(self) -> Tensor | None:
+        """Their block numbers: [B, H, nQ, C], int32; None in a lazy mask."""
+        return self._table("kv_indices")
+
+    @property
+    def full_kv_num_blocks(self) -> Tensor | None:
+        """Full blocks of each row: [B, H, nQ], int32, or None."""
+        return self._table("full_kv_num_blocks")
+
+    @property
+    def full_kv_indices(self) -> Tensor | None:
+        """Their block numbers: [B, H, nQ, C], int32, or None."""
+        return self._table("full_kv_indices")
+
+    def _table(self, name: str) -> Tensor | None:
+        return None if self.tables is None else self._expanded(getattr(self.tables, name))
+
+    def _expanded(self, table: Tensor | None) -> Tensor | None:
+        if table is None:
+            return None
+        return table.expand(self.B or table.shape[0], self.H or table.shape[1], *table.shape[2:])
+
+    @property
+    def seq_lengths(self) -> tuple[int | None, int | None]:
+        """``(Q_LEN, KV_LEN)``; None where a call decides."""
+        if self.kv_capacity is None and self.tables is not None:
+            return self.q_len, self._columns() * self.BLOCK_SIZE[1]
+        return self.q_len, self.kv_capacity
+
+    @property
+    def shape(self) -> tuple[int | None, ...]:
+        """``(B, H, Q_LEN, KV_LEN)``; None where a call decides."""
+        return (self.B, self.H, *self.seq_lengths)
+
+    def _columns(self) -> int:
+        """Key blocks; without lengths, as many as the tables mention."""
+        tables = self._tables("shape")
+        if tables.num_kv_blocks >= 0:
+            return tables.num_kv_blocks
+        widths = [1]
+        for counts, indices in tables.pairs():
+            place = torch.arange(indices.shape[-1], device=indices.device)
+            listed = indices.masked_fill(place >= counts[..., None], -1)
+            widths += [indices.shape[-1], int(listed.max()) + 1 if listed.numel() else 0]
+        return max(widths)
+
+    def _tables(self, wanted: str) -> Tables:
+        if self.tables is None:
+            raise ValueError(
+                f"{wanted}: this mask is lazy, its tables are built for each call; "
+                "give create_block_mask Q_LEN and KV_LEN"
+            )
+        return self.tables
+
+    def numel(self) -> int:
+        """Count the elements of the dense mask."""
+        self._tables("numel")
+        B, H, q_len, kv_len = self.shape
+        assert B is not None and H is not None and q_len is not None and kv_len is not None
+        return B * H * q_len * kv_len
+
+    def sparsity(self) -> float:
+        """Percentage of blocks that are empty."""
+        dense = self.to_dense()
+        return 100.0 * (1.0 - dense.float().mean().item()) if dense.numel() else 0.0
+
+    def to_dense(self) -> Tensor:
+        """Show the active blocks, partial and full alike.
+
+        Returns
+        -------
+        Tensor, [B, H, nQ, nKV], int32
+            1 where a block is listed, else 0.
+        """
+        states = table_states(replace(self._tables("to_dense"), num_kv_blocks=self._columns()))
+        dense = self._expanded((states > 0).to(torch.int32))
+        assert dense is not None
+        return dense.contiguous()
+
+    def to_string(self, grid_size: int | tuple[int, int] = (20, 20), limit: int = 4) -> str:
+        """Draw the blocks: full characters where all are active, light ones where some are.
+
+        Parameters
+        ----------
+        grid_size : int or (int, int), default (20, 20)
+            Most rows and columns of a picture; -1 draws every block.
+        limit : int, default 4
+            Most pictures: one for each head of each sequence.
+
+        Returns
+        -------
+        str
+        """
+        dense = self.to_dense()
+        rows, columns = (grid_size, grid_size) if isinstance(grid_size, int) else grid_size
+        pictures = []
+        heads = itertools.product(range(dense.shape[0]), range(dense.shape[1]))
+        for number, (b, h) in enumerate(heads):
+            if number == limit:
+                pictures.append("...\nto_string(limit=N) draws more, mask[b, h] a chosen one")
+                break
+            pictures.append(f"({b}, {h})\n" + _picture(dense[b, h], rows, columns))
+        return "\n".join(pictures)
+
+    def __repr__(self) -> str:
+        name = getattr(self.mask_mod, "__name__", None)
+        shape = tuple(size if size is not None else "any" for size in self.shape)
+        text = f"BlockMask({name or 'everything'}, {self.kind}, shape={shape}"
+        return text + f", BLOCK_SIZE={self.BLOCK_SIZE})"
+
+    def __str__(self) -> str:
+        if self.tables is None:
+            return repr(self)
+        return f"{self!r}\nsparsity {self.sparsity():.2f}%\n{self.to_string()}"
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            "a mask has no truth value: combine masks with & | ~, not with and, or, not"
+        )
+
+    def to(self, device: torch.device | str) -> BlockMask:
+        """Move the tables; tensors that `mask_mod` captures stay where they are.
+
+        Parameters
+        ----------
+        device : torch.device or str
+
+        Returns
+        -------
+        BlockMask
+        """
+
+        def move(value: Any) -> Any:
+            return value.to(device) if isinstance(value, Tensor) else value
+
+        return replace(
+            self,
+            tables=None if self.tables is None else self.tables.map(move),
+            kv_len=move(self.kv_len),
+            q_offset=move(self.q_offset),
+        )
+
+    def __getitem__(self, index: Any) -> BlockMask:
+        """Cut a fixed mask out: ``mask[b, h, q_block]``, each an int, slice, list or tensor.
+
+        Block rows are counted in units of ``BLOCK_SIZE[0]``. Four dims stay, an int leaves one
+        entry. Predicate and positions of the rows are kept.
+
+        Raises
+        ------
+        IndexError
+            An index is out of range.
+        ValueError
+            The mask has no tables, or is bound.
+        """
+        return cut(self, index)
+
+    def _static_offset(self) -> int | Tensor:
+        """Position of the first row when the last one sits on the last key of the mask."""
+        q_len, capacity = self.seq_lengths
+        assert q_len is not None and capacity is not None
+        kv_len = capacity if self.kv_len is None else self.kv_len
+        return kv_len - q_len
+
+    def _with_tables(self, device: torch.device) -> BlockMask:
+        """Build the tables of a mask that has lengths and a rule."""
+        assert self.mask_mod is not None and self.q_len is not None
+        assert self.kv_capacity is not None and self.B is not None and self.H is not None
+        traced = trace(self.mask_mod, "mask")
+        check_captures(traced, device)
+        kv_len = self.kv_capacity if self.kv_len is None else self.kv_len
+        if isinstance(kv_len, Tensor):
+            kv_len = kv_len.clamp(0, self.kv_capacity)
+        extent = Extent(
+            self.B,
+            self.H,
+            self.q_len,
+            self.kv_capacity,
+            kv_len,
+            kv_len - self.q_len if self.q_offset is None else self.q_offset,
+            self.BLOCK_SIZE,
+            device,
+        )
+        with torch.no_grad():
+            return replace(self, tables=build_tables(traced, extent))
+
+    # The algebra.
+
+    def __and__(self, other: Any) -> BlockMask:
+        return combine(and_masks, self, other) if _is_operand(other) else NotImplemented
+
+    def __rand__(self, other: Any) -> BlockMask:
+        return combine(and_masks, other, self) if _is_operand(other) else NotImplemented
+
+    def __or__(self, other: Any) -> BlockMask:
+        return combine(or_masks, self, other) if _is_operand(other) else NotImplemented
+
+    def __ror__(self, other: Any) -> BlockMask:
+        return combine(or_masks, other, self) if _is_operand(other) else NotImplemented
+
+    def __invert__(self) -> BlockMask:
+        return combine(not_mask, self)
+
+    def _rule(self, problem: Problem | None) -> MaskRule:
+        """All that this mask says, as a predicate; without a call, for its own lengths."""
+        if self.rule_of_call is not None and problem is not None:
+            return self.rule_of_call(problem)
+        if self.source == "rule":
+            assert self.mask_mod is not None
+            return self.mask_mod
+        tables = replace(self._tables("combine"), num_kv_blocks=self._columns())
+        offset = self._static_offset() if self.q_offset is None else self.q_offset
+        sharing = 1
+        if problem is not None:
+            offset = self._offset_in(problem)
+            sharing = problem.Hq // max(tables.kv_num_blocks.shape[1], 1)
+        return membership(tables, self.mask_mod, offset, sharing)
+
+    # Use.
+
+    def bind(
+        self,
+        *,
+        batch: int,
+        heads: int,
+        q_len: int,
+        kv_len: int | Tensor,
+        kv_capacity: int | None = None,
+        kv_start: Tensor | None = None,
+        q_offset: int | Tensor | None = None,
+        page_table: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        device: torch.device | str | None = None,
+    ) -> BoundMask:
+        """Build tables in fixed buffers: once for each token, for use in every layer.
+
+        The result is a snapshot until `BoundMask.update` is called, which reads the tensors given
+        here again. `attention` inherits what is bound and refuses anything different.
+
+        Parameters
+        ----------
+        batch, heads, q_len : int
+            Of q; `heads` are query heads.
+        kv_len : int or Tensor [batch], int32 or int64
+            Valid keys of each sequence; a tensor is kept by reference.
+        kv_capacity : int, optional
+            Most keys there will ever be; required when `kv_len` is a tensor.
+        q_offset : int or Tensor [batch], optional
+            Position of the first row, default ``kv_len - q_len``.
+        kv_start, page_table, cu_seqlens_q : Tensor, optional
+            Not supported yet.
+        device : torch.device or str, optional
+            Of the buffers; default that of the tensors given or captured.
+
+        Returns
+        -------
+        BoundMask
+
+        Raises
+        ------
+        ValueError, TypeError
+            The mask is fixed, or an argument does not fit.
+        """
+        from flexdecode.bound_mask import bind_mask
+
+        for name, value in (
+            ("kv_start", kv_start),
+            ("page_table", page_table),
+            ("cu_seqlens_q", cu_seqlens_q),
+        ):
+            if value is not None:
+                raise NotImplementedError(f"{name}: not supported by bind() yet")
+        return bind_mask(
+            self,
+            batch=batch,
+            heads=heads,
+            q_len=q_len,
+            kv_len=kv_len,
+            kv_capacity=kv_capacity,
+            q_offset=q_offset,
+            device=device,
+        )
+
+    def inherit(self, name: str, given: Any) -> Any:
+        """Return argument `name` of `attention`, from the mask where the call leaves it out.
+
+        Raises
+        ------
+        ValueError
+            The mask is bound to something else.
+        """
+        if name == "kv_len" and given is None and self.kind != "fixed":
+            return self.kv_len
+        return given
+
+    def resolve(self, problem: Problem, q_offset_given: bool) -> ResolvedMask:
+        """Make the mask ready for one call.
+
+        Parameters
+        ----------
+        problem : Problem
+        q_offset_given : bool
+            The call named ``q_offset``; a mask that owns its positions refuses another one.
+
+        Returns
+        -------
+        ResolvedMask
+
+        Raises
+        ------
+        ValueError
+            Batch, heads, lengths, positions or device do not fit.
+        """
+        offset = self._checked_offset(problem, q_offset_given)
+        self._check_sizes(problem)
+        if self.rule_of_call is not None and (
+            self.q_offset is None or self.tables is None or self.H not in (1, problem.Hq)
+        ):
+            return self._built(trace(self.rule_of_call(problem), "mask"), problem, offset)
+        mask = None if self.mask_mod is None else trace(self.mask_mod, "mask")
+        if mask is not None:
+            self.check_sharing(mask, problem.B, problem.Hq)
+        if self.kind == "fixed":
+            return ResolvedMask(mask, self._clipped(problem), offset, self.scattered_rows)
+        assert mask is not None
+        if self.kind == "sized" and self._was_built_for(problem, offset):
+            return ResolvedMask(mask, self._tables("call"), offset)
+        return self._built(mask, problem, offset)
+
+    def _built(self, mask: Traced, problem: Problem, offset: int | Tensor) -> ResolvedMask:
+        check_captures(mask, problem.device)
+        extent = Extent(
+            problem.B,
+            problem.Hq,
+            problem.Lq,
+            problem.Lkv,
+            problem.kv_len,
+            offset,
+            self.BLOCK_SIZE,
+            problem.device,
+        )
+        return ResolvedMask(mask, cached_tables(mask, extent), offset)
+
+    def _was_built_for(self, problem: Problem, offset: int | Tensor) -> bool:
+        if isinstance(problem.kv_len, Tensor) or isinstance(offset, Tensor):
+            return False
+        kv_len = self.kv_capacity if self.kv_len is None else self.kv_len
+        if isinstance(kv_len, Tensor) or kv_len is None or self.q_len is None:
+            return False
+        return (
+            problem.Lq == self.q_len
+            and problem.kv_len == kv_len
+            and offset == kv_len - self.q_len
+            and self._tables("call").kv_indices.device == problem.device
+        )
+
+    def _clipped(self, problem: Problem) -> Tables:
+        """Fixed tables for the rows of a call; backends clip the keys."""
+        tables = self._tables("call")
+        device = tables.kv_indices.device
+        if device != problem.device:
+            raise ValueError(
+                f"block_mask: expected tables on {problem.device} to match q, got {device}; "
+                "use block_mask.to(device)"
+            )
+        rows = cdiv(problem.Lq, self.BLOCK_SIZE[0])
+        if rows < tables.kv_num_blocks.shape[2]:
+            tables = tables.map(lambda table: table.narrow(2, 0, rows))
+        columns = tables.num_kv_blocks
+        if columns < 0:
+            columns = cdiv(problem.Lkv, self.BLOCK_SIZE[1])
+        own = self.kv_capacity if self.kv_len is None else self.kv_len
+        same = isinstance(own, int) and isinstance(problem.kv_len, int) and own == problem.kv_len
+        return replace(tables, num_kv_blocks=columns, exact=tables.exact and same)
+
+    def _offset_in(self, problem: Problem) -> int | Tensor:
+        """Position of the first row in a call that does not say."""
+        if self.q_offset is not None:
+            if isinstance(self.q_offset, Tensor):
+                return self.q_offset.expand(problem.B)
+            return self.q_offset
+        cut = self.kv_capacity is not None and problem.Lq != self.q_len
+        if self.kind == "fixed" and cut:
+            return self._static_offset()
+        if isinstance(problem.kv_len, Tensor):
+            return problem.kv_len_rows() - problem.Lq
+        return problem.kv_len - problem.Lq
+
+    def _checked_offset(self, problem: Problem, given: bool) -> int | Tensor:
+        if self.kind != "fixed" and self.q_offset is None:
+            return problem.q_offset
+        own = self._offset_in(problem)
+        if given and not is_same(own, problem.q_offset):
+            raise ValueError(
+                f"q_offset: expected the block_mask's own {shown(own)}, got "
+                f"{shown(problem.q_offset)}; leave it out, the positions belong to the mask"
+            )
+        return own
+
+    def _check_sizes(self, problem: Problem) -> None:
+        batches, heads = (1, problem.B), (1, problem.Hkv, problem.Hq)
+        if (self.B is not None and self.B not in batches) or (
+            self.H is not None and self.H not in heads
+        ):
+            raise ValueError(
+                f"block_mask: expected batch and heads to match q (batch {problem.B}, "
+                f"{problem.Hq} query heads over {problem.Hkv} key heads) or to be 1, "
+                f"got (B, H) = ({self.B}, {self.H})"
+            )
+        if self.kind != "fixed":
+            return
+        assert self.q_len is not None
+        if problem.Lq > self.q_len:
+            raise ValueError(
+                f"block_mask: expected at least {problem.Lq} query rows to match q, "
+                f"got a mask with Q_LEN = {self.q_len}"
+            )
+        capacity = self.kv_capacity
+        if isinstance(problem.kv_len, int) and capacity is not None and problem.kv_len > capacity:
+            raise ValueError(
+                f"block_mask: expected at least kv_len = {problem.kv_len} keys, "
+                f"got a mask with KV_LEN = {capacity}"
+            )
+
+    def check_sharing(self, mask: Traced, batch: int, heads: int) -> None:
+        """Raise where one list would serve rows between which the predicate differs."""
+        if self.source == "blocks":
+            return  # the caller made the lists, and knows what they hold
+        for name, letter, own, wanted in (
+            ("batch", "b", self.B, batch),
+            ("heads", "h", self.H, heads),
+        ):
+            if letter in mask.graph.uses and own is not None and own != wanted:
+                raise ValueError(
+                    f"block_mask: its mask_mod depends on {letter}, so expected "
+                    f"{letter.upper()} = {wanted} to match the {name} of q, got "
+                    f"(B, H) = ({self.B}, {self.H}) against ({batch}, {heads})"
+                )
+
+
+def create_block_mask(
+    mask_mod: MaskRule,
+    B: int | None = None,
+    H: int | None = None,
+    Q_LEN: int | None = None,
+    KV_LEN: int | None = None,
+    device: torch.device | str | None = None,
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+    *,
+    q_offset: int | Tensor | None = None,
+    kv_len: int | Tensor | None = None,
+) -> BlockMask:
+    """Turn a ``mask_mod`` into a `BlockMask`.
+
+    Without sizes the mask is lazy: each call takes them from q and k and builds its tables. With
+    ``Q_LEN`` and ``KV_LEN`` the tables are built at once, and again for a call of other lengths.
+    Positions follow `attention`: the last query sits on the last key unless `q_offset` says
+    otherwise (torch counts queries from 0: that is ``q_offset=0``).
+
+    Parameters
+    ----------
+    mask_mod : callable (b, h, q_idx, kv_idx) -> bool
+        True where query ``q_idx`` of query head ``h`` in sequence ``b`` may attend to ``kv_idx``.
+    B, H : int, optional
+        Batch and query heads. Default: those of q in a lazy mask, else 1 (as in torch), which is
+        enough unless `mask_mod` depends on ``b`` or ``h``.
+    Q_LEN, KV_LEN : int, tokens, optional
+        Query rows and keys; both or neither.
+    device : torch.device or str, optional
+        Of the tables. Default: that of the tensors given or captured, else the accelerator if
+        there is one, else the CPU.
+    BLOCK_SIZE : int or (int, int), default 128
+        Queries and keys of a block.
+    q_offset : int or Tensor [B], int32 or int64, optional
+        Position of the first query row. Makes the mask fixed: the positions belong to it.
+    kv_len : int or Tensor [B], int32 or int64, tokens, optional
+        Valid keys where fewer than ``KV_LEN``; a call inherits them.
+
+    Returns
+    -------
+    BlockMask
+
+    Raises
+    ------
+    ValueError, TypeError
+        A size does not fit, or `mask_mod` cannot be traced.
+
+    Examples
+    --------
+    >>> def causal(b, h, q_idx, kv_idx):
+    ...     return q_idx >= kv_idx
+    >>> create_block_mask(causal)
+    BlockMask(causal, lazy, shape=('any', 'any', 'any', 'any'), BLOCK_SIZE=(128, 128))
+
+    Two queries at the end of 300 keys, and the same two at positions 0 and 1:
+
+    >>> create_block_mask(causal, Q_LEN=2, KV_LEN=300, device="cpu").to_dense()
+    tensor([[[[1, 1, 1]]]], dtype=torch.int32)
+    >>> create_block_mask(causal, Q_LEN=2, KV_LEN=300, device="cpu", q_offset=0).to_dense()
+    tensor([[[[1, 0, 0]]]], dtype=torch.int32)
+    """
+    if isinstance(mask_mod, BlockMask) or not callable(mask_mod):
+        raise TypeError(
+            "mask_mod: expected a function (b, h, q_idx, kv_idx) -> bool, "
+            f"got {type(mask_mod).__name__}"
+        )
+    traced = trace(mask_mod, "mask")
+    block = block_size(BLOCK_SIZE)
+    B = None if B is None else count("B", B)
+    H = None if H is None else count("H", H)
+    if (Q_LEN is None) != (KV_LEN is None):
+        raise ValueError(f"Q_LEN, KV_LEN: expected both or neither, got {Q_LEN} and {KV_LEN}")
+    if Q_LEN is None or KV_LEN is None:
+        if kv_len is not None:
+            raise ValueError(
+                "kv_len: expected Q_LEN and KV_LEN with it; without sizes, give it to attention"
+            )
+        where = None if device is None else torch.device(device)
+        offset = position("q_offset", q_offset, B, where)
+        return BlockMask(mask_mod, block, "lazy", B, H, q_offset=offset)
+    where = find_device(device, (kv_len, q_offset, *traced.captures))
+    B, H = 1 if B is None else B, 1 if H is None else H
+    capacity = count("KV_LEN", KV_LEN)
+    length = position("kv_len", kv_len, B, where)
+    if isinstance(length, int) and not 0 <= length <= capacity:
+        raise ValueError(f"kv_len: expected a value in [0, KV_LEN = {capacity}], got {length}")
+    mask = BlockMask(
+        mask_mod,
+        block,
+        "sized" if q_offset is None else "fixed",
+        B,
+        H,
+        count("Q_LEN", Q_LEN),
+        capacity,
+        length,
+        position("q_offset", q_offset, B, where),
+    )
+    return mask._with_tables(where)
+
+
+def _is_operand(value: Any) -> bool:
+    return isinstance(value, BlockMask) or callable(value)
+
+
+def _picture(dense: Tensor, rows: int, columns: int) -> str:
+    row_step = max(1, cdiv(dense.shape[0], rows)) if rows > 0 else 1
+    column_step = max(1, cdiv(dense.shape[1], columns)) if columns > 0 else 1
+    lines = []
+    for r in range(0, dense.shape[0], row_step):
+        line = ""
+        for c in range(0, dense.shape[1], column_step):
+            share = dense[r : r + row_step, c : c + column_step].float().mean().item()
+            line += ("██" if share == 1 else "░░") if share else "  "
+        lines.append(line)
+    return "\n".join(lines)

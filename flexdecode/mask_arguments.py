@@ -1,0 +1,147 @@
+"""Checks of what masks are made of, and their messages: ``argument: expected ..., got ...``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexdecode.trace import Traced
+
+__all__ = [
+    "block_size",
+    "cdiv",
+    "check_captures",
+    "checked_table",
+    "count",
+    "find_device",
+    "is_same",
+    "position",
+    "shown",
+]
+
+
+def checked_table(
+    prefix: str, counts: Any, indices: Any, like: Tensor | None
+) -> tuple[int, int, int]:
+    """Check one pair of tables of `BlockMask.from_kv_blocks`; return ``B, H, nQ``."""
+    for name, table, dims in (("kv_num_blocks", counts, 3), ("kv_indices", indices, 4)):
+        if not isinstance(table, Tensor):
+            raise TypeError(f"{prefix}{name}: expected a Tensor, got {type(table).__name__}")
+        if table.is_floating_point() or table.is_complex() or table.dtype == torch.bool:
+            raise TypeError(f"{prefix}{name}: expected an integer tensor, got {table.dtype}")
+        if table.dim() != dims:
+            wanted = "[B, H, nQ]" if dims == 3 else "[B, H, nQ, C]"
+            raise ValueError(f"{prefix}{name}: expected shape {wanted}, got {list(table.shape)}")
+    wanted_shape = counts.shape if like is None else like.shape
+    device = counts.device if like is None else like.device
+    for name, table in (("kv_num_blocks", counts), ("kv_indices", indices)):
+        if table.shape[:3] != wanted_shape:
+            raise ValueError(
+                f"{prefix}{name}: expected first dims {list(wanted_shape)} to match "
+                f"kv_num_blocks, got shape {list(table.shape)}"
+            )
+        if table.device != device:
+            raise ValueError(
+                f"{prefix}{name}: expected device {device} to match kv_num_blocks, "
+                f"got {table.device}"
+            )
+    B, H, nQ = wanted_shape
+    return B, H, nQ
+
+
+def block_size(value: Any) -> tuple[int, int]:
+    """Queries and keys of a block, from an int or a pair."""
+    pair = value if isinstance(value, (tuple, list)) else (value, value)
+    if len(pair) != 2:
+        raise ValueError(f"BLOCK_SIZE: expected an int or (q, kv), got {value!r}")
+    q, kv = (count("BLOCK_SIZE", size) for size in pair)
+    if q < 1 or kv < 1:
+        raise ValueError(f"BLOCK_SIZE: expected sizes of at least 1, got {value!r}")
+    return q, kv
+
+
+def count(name: str, value: Any) -> int:
+    """A size: an int of at least 0."""
+    if isinstance(value, (bool, Tensor)) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+    size = int(value)
+    if size < 0:
+        raise ValueError(f"{name}: expected a size of at least 0, got {size}")
+    return size
+
+
+def position(
+    name: str, value: Any, B: int | None, device: torch.device | None
+) -> int | Tensor | None:
+    """An int, or a tensor as an own [B] int64 copy, so that tables and positions stay together."""
+    if value is None:
+        return None
+    if not isinstance(value, Tensor):
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise TypeError(
+                f"{name}: expected an int or an integer tensor, got {type(value).__name__}"
+            )
+        return int(value)
+    if value.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name}: expected an int32 or int64 tensor, got {value.dtype}")
+    if value.dim() > 1 or (value.dim() == 1 and B is not None and value.shape[0] not in (1, B)):
+        raise ValueError(
+            f"{name}: expected an int or a tensor of shape [{'B' if B is None else B}], "
+            f"got shape {list(value.shape)}"
+        )
+    copy = value.detach().to(torch.int64, copy=True).reshape(-1)
+    if device is not None and copy.device != device:
+        raise ValueError(f"{name}: expected device {device}, got {copy.device}")
+    return copy if B is None else copy.expand(B)
+
+
+def find_device(device: Any, values: tuple[Any, ...]) -> torch.device:
+    """The device asked for, else that of the first tensor among `values`, else the default."""
+    if device is not None:
+        found = torch.device(device)
+        if found.type == "cuda" and found.index is None:
+            found = torch.device("cuda", torch.cuda.current_device())
+        return found
+    for value in values:
+        if isinstance(value, Tensor):
+            return value.device
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def check_captures(mask: Traced, device: torch.device) -> None:
+    """Raise unless the captured tensors are on `device`."""
+    for tensor, spec in zip(mask.captures, mask.graph.captures, strict=True):
+        if tensor.device != device and tensor.dim():
+            raise ValueError(
+                f"mask_mod: expected the captured tensor {spec.name} on {device}, "
+                f"got {tensor.device}"
+            )
+
+
+def is_same(first: int | Tensor, second: int | Tensor) -> bool:
+    """True where two positions are known to be equal without waiting for a GPU."""
+    if isinstance(first, int) and isinstance(second, int):
+        return first == second
+    tensors = [x for x in (first, second) if isinstance(x, Tensor)]
+    if len(tensors) == 2 and tensors[0].data_ptr() == tensors[1].data_ptr():
+        return tensors[0].dtype == tensors[1].dtype
+    if any(x.device.type != "cpu" for x in tensors):
+        return False
+    return bool((torch.as_tensor(first) == torch.as_tensor(second)).all())
+
+
+def shown(value: int | Tensor) -> str:
+    """A position or length in words, without waiting for a GPU."""
+    if isinstance(value, int):
+        return str(value)
+    return str(value.tolist()) if value.device.type == "cpu" else "a tensor"
+
+
+def cdiv(size: int, block: int) -> int:
+    """Blocks that cover `size` elements."""
+    return -(-size // block)

@@ -1,0 +1,513 @@
+"""From a mask and lengths to block tables: which key blocks hold an allowed element.
+
+A block is *empty* (not listed), *partial* (some elements allowed; listed in ``kv_indices``) or
+*full* (all allowed, none past ``kv_len``; listed in ``full_kv_indices``). The dense mask never
+exists: the predicate is evaluated in chunks of bounded size and each chunk is reduced at once.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from flexdecode.evaluate import evaluate
+
+if TYPE_CHECKING:
+    from flexdecode.trace import Traced
+
+__all__ = [
+    "EMPTY",
+    "FULL",
+    "PARTIAL",
+    "Extent",
+    "Tables",
+    "block_states",
+    "build_into",
+    "build_tables",
+    "cached_tables",
+    "check_numbers",
+    "table_states",
+    "tables_from_mask_states",
+    "union_tables",
+]
+
+EMPTY, PARTIAL, FULL = 0, 1, 2  # values of a block state
+
+WORK_ELEMENTS = 1 << 22  # most elements evaluated at a time
+_PADDED_ENTRIES = 1 << 22  # lists of bigger grids are as wide as their longest row only
+_WORD = 0x0101010101010101  # eight True bytes read as one int64
+
+
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """Ordered lists of active blocks.
+
+    Attributes
+    ----------
+    kv_num_blocks : Tensor, [Bt, Ht, nQ], int32
+        Partial blocks of each row of blocks. ``Bt`` is 1 or B, ``Ht`` is 1, Hkv or Hq; 1 means
+        that all share the row.
+    kv_indices : Tensor, [Bt, Ht, nQ, C], int32
+        Their block numbers; the first ``kv_num_blocks`` entries count.
+    full_kv_num_blocks, full_kv_indices : Tensor or None
+        The same for full blocks; both None when blocks were never told apart.
+    BLOCK_SIZE : (int, int)
+        Queries and keys of a block.
+    num_kv_blocks : int
+        Blocks along the keys; block numbers are below it. ``C`` may be smaller (compact lists).
+    exact : bool
+        Built for this very call: ascending, no listed block starts at or after ``kv_len`` and no
+        full block crosses it. Otherwise a backend clips to ``kv_len`` itself.
+    """
+
+    kv_num_blocks: Tensor
+    kv_indices: Tensor
+    full_kv_num_blocks: Tensor | None
+    full_kv_indices: Tensor | None
+    BLOCK_SIZE: tuple[int, int]
+    num_kv_blocks: int
+    exact: bool
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tables that are there."""
+        found = (
+            self.kv_num_blocks,
+            self.kv_indices,
+            self.full_kv_num_blocks,
+            self.full_kv_indices,
+        )
+        return tuple(tensor for tensor in found if tensor is not None)
+
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Counts and block numbers, of partial blocks and, where told apart, of full ones."""
+        found = [(self.kv_num_blocks, self.kv_indices)]
+        if self.full_kv_num_blocks is not None and self.full_kv_indices is not None:
+            found.append((self.full_kv_num_blocks, self.full_kv_indices))
+        return found
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Tables:
+        """Return tables with every tensor replaced by ``change(tensor)``."""
+        full_num, full = self.full_kv_num_blocks, self.full_kv_indices
+        return replace(
+            self,
+            kv_num_blocks=change(self.kv_num_blocks),
+            kv_indices=change(self.kv_indices),
+            full_kv_num_blocks=None if full_num is None else change(full_num),
+            full_kv_indices=None if full is None else change(full),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Extent:
+    """What tables are built for: sizes, lengths and positions of one call.
+
+    Attributes
+    ----------
+    B, H : int
+        Batch and query heads.
+    Lq, Lkv : int
+        Query rows, and capacity of the keys.
+    kv_len : int or Tensor [B], int32 or int64
+        Valid keys; tensor values are clamped to ``[0, Lkv]``.
+    q_offset : int or Tensor [B], int32 or int64
+        Position of the first query row.
+    BLOCK_SIZE : (int, int)
+        Queries and keys of a block.
+    device : torch.device
+    """
+
+    B: int
+    H: int
+    Lq: int
+    Lkv: int
+    kv_len: int | Tensor
+    q_offset: int | Tensor
+    BLOCK_SIZE: tuple[int, int]
+    device: torch.device
+
+    def num_blocks(self) -> tuple[int, int]:
+        """Rows and columns of blocks."""
+        return -(-self.Lq // self.BLOCK_SIZE[0]), -(-self.Lkv // self.BLOCK_SIZE[1])
+
+    def for_mask(self, mask: Traced) -> Extent:
+        """Return it with B and H of 1 where neither `mask` nor the lengths need them."""
+        uses = mask.graph.uses
+        kv_len, q_offset = self.kv_len, self.q_offset
+        if isinstance(kv_len, Tensor):
+            kv_len = kv_len.to(torch.int64).clamp(0, self.Lkv).expand(self.B)
+        if isinstance(q_offset, Tensor):
+            q_offset = q_offset.to(torch.int64).expand(self.B) if "q_idx" in uses else 0
+        by_batch = "b" in uses or isinstance(kv_len, Tensor) or isinstance(q_offset, Tensor)
+        return replace(
+            self,
+            B=self.B if by_batch else 1,
+            H=self.H if "h" in uses else 1,
+            kv_len=kv_len,
+            q_offset=q_offset,
+        )
+
+
+def build_tables(mask: Traced, extent: Extent, *, compact: bool | None = None) -> Tables:
+    """Build the exact tables of one call, on a GPU without synchronisation.
+
+    Parameters
+    ----------
+    mask : Traced
+        The predicate; it counts for rows below ``Lq`` and keys below ``kv_len`` only.
+    extent : Extent
+        Tables have size 1 along batch or heads where neither `mask` nor the lengths vary.
+    compact : bool, optional
+        See `tables_from_mask_states`.
+
+    Returns
+    -------
+    Tables
+    """
+    return tables_from_mask_states(
+        block_states(mask, extent), extent.BLOCK_SIZE, exact=True, compact=compact
+    )
+
+
+def build_into(buffers: Tables, mask: Traced, extent: Extent) -> None:
+    """Overwrite `buffers` with what `build_tables` would return for an extent of the same sizes.
+
+    Addresses stay and a GPU is never waited for, so it can be captured in a graph.
+    """
+    for old, new in zip(
+        buffers.tensors, build_tables(mask, extent, compact=False).tensors, strict=True
+    ):
+        old.copy_(new)
+
+
+def block_states(mask: Traced, extent: Extent) -> Tensor:
+    """Tell empty, partial and full blocks apart.
+
+    Returns
+    -------
+    Tensor, [Bt, Ht, nQ, nKV], uint8
+        `EMPTY`, `PARTIAL` or `FULL`; Bt and Ht as in `build_tables`.
+    """
+    return _evaluated_states(mask, extent.for_mask(mask))
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Elements ``start .. stop`` of an axis: `blocks` blocks, or a part of one, from `block` on."""
+
+    start: int
+    stop: int
+    block: int
+    blocks: int
+
+    @property
+    def blocks_slice(self) -> slice:
+        return slice(self.block, self.block + self.blocks)
+
+
+def _spans(length: int, block: int, most: int) -> list[_Span]:
+    """Cut an axis into groups of whole blocks; into parts of blocks where one exceeds `most`."""
+    spans = []
+    start = 0
+    while start < length:
+        first = start // block
+        count = min(most, length - start) // block
+        if start % block == 0 and count:
+            stop = start + count * block
+        else:
+            count = 1
+            stop = min(start + most, length, (first + 1) * block)
+        spans.append(_Span(start, stop, first, count))
+        start = stop
+    return spans
+
+
+def _evaluated_states(mask: Traced, extent: Extent) -> Tensor:
+    """Block states by evaluating every element, one bounded chunk at a time."""
+    block_q, block_kv = extent.BLOCK_SIZE
+    Bt, Ht, Lq, kv_len, device = extent.B, extent.H, extent.Lq, extent.kv_len, extent.device
+    states = torch.zeros((Bt, Ht, *extent.num_blocks()), dtype=torch.uint8, device=device)
+    if isinstance(kv_len, int):
+        end = kv_len
+    elif kv_len.device.type == "cpu" and kv_len.numel():
+        end = int(kv_len.max())  # free to read on the host; elsewhere the capacity stands in
+    else:
+        end = extent.Lkv
+    if states.numel() == 0 or end == 0:
+        return states
+
+    # The last block of several is evaluated whole, its positions kept inside the keys.
+    lone = end <= block_kv
+    kv_stop = end if lone else -(-end // block_kv) * block_kv
+    cell_q, cell_kv = min(block_q, Lq), min(block_kv, kv_stop)
+    kv_most = min(max(WORK_ELEMENTS // cell_q, min(cell_kv, 1024)), kv_stop)
+    q_most = min(max(WORK_ELEMENTS // kv_most, 1), Lq)
+    h_most = min(max(WORK_ELEMENTS // (kv_most * q_most), 1), Ht)
+    b_most = max(WORK_ELEMENTS // (kv_most * q_most * h_most), 1)
+    bounded = isinstance(kv_len, Tensor) or kv_stop != end
+
+    for b_part in _parts(Bt, b_most):
+        b = _axis(b_part, 0, device) if "b" in mask.graph.uses else 0
+        length, offset = _rows(kv_len, b_part), _rows(extent.q_offset, b_part)
+        for h_part in _parts(Ht, h_most):
+            h = _axis(h_part, 1, device) if "h" in mask.graph.uses else 0
+            for kv in _spans(kv_stop, block_kv, kv_most):
+                kv_idx = _axis(slice(kv.start, kv.stop), 3, device)
+                inside = kv_idx < length if bounded else None
+                if kv.stop > extent.Lkv:
+                    kv_idx = kv_idx.clamp(max=extent.Lkv - 1)
+                for q in _spans(Lq, block_q, q_most):
+                    q_idx = _axis(slice(q.start, q.stop), 2, device) + offset
+                    allowed = evaluate(mask, b, h, q_idx, kv_idx)
+                    if inside is not None:
+                        allowed = allowed & inside
+                    piece = _reduced(allowed, q, kv)
+                    if lone and end < block_kv:
+                        piece.clamp_(max=PARTIAL)  # the block crosses the end of the keys
+                    part = states[b_part, h_part, q.blocks_slice, kv.blocks_slice]
+                    if q.start % block_q or kv.start % block_kv:
+                        piece = torch.where(part == piece, part, PARTIAL)
+                    part.copy_(piece)
+    return states
+
+
+def _parts(size: int, most: int) -> list[slice]:
+    return [slice(start, min(start + most, size)) for start in range(0, size, most)]
+
+
+def _axis(part: slice, dim: int, device: torch.device) -> Tensor:
+    """Indices of `part` along one of four dims."""
+    shape = [1, 1, 1, 1]
+    shape[dim] = -1
+    return torch.arange(part.start, part.stop, device=device).view(shape)
+
+
+def _rows(value: int | Tensor, part: slice) -> int | Tensor:
+    return value[part].view(-1, 1, 1, 1) if isinstance(value, Tensor) else value
+
+
+def _reduced(allowed: Tensor, q: _Span, kv: _Span) -> Tensor:
+    """State of each block of a chunk.
+
+    Parameters
+    ----------
+    allowed : Tensor, broadcasts to [b, h, q, kv], bool
+    q, kv : _Span
+
+    Returns
+    -------
+    Tensor, broadcasts to [b, h, q.blocks, kv.blocks], uint8, owned
+    """
+    while allowed.dim() < 4:
+        allowed = allowed[None]
+    # Booleans are compared as bytes, or eight at a time: torch.any is fifty times slower on a CPU.
+    some = every = allowed.view(torch.uint8)
+    if allowed.shape[3] > 1:
+        size = (kv.stop - kv.start) // kv.blocks
+        if size % 8 == 0 and size <= 2040 and some.storage_offset() % 8 == 0:
+            words = some.contiguous().view(torch.int64)
+            total = words.view(*words.shape[:3], kv.blocks, -1).sum(-1)  # bytes never carry
+            some, every = total.ne(0).view(torch.uint8), total.eq(_WORD * (size // 8))
+            every = every.view(torch.uint8)
+        else:
+            by_block = some.reshape(*some.shape[:3], kv.blocks, size)
+            some, every = by_block.amax(-1), by_block.amin(-1)
+    if allowed.shape[2] > 1:
+        shape = (*some.shape[:2], q.blocks, -1, some.shape[3])
+        some, every = some.reshape(shape).amax(3), every.reshape(shape).amin(3)
+    return some + every
+
+
+def tables_from_mask_states(
+    states: Tensor,
+    BLOCK_SIZE: tuple[int, int],
+    *,
+    exact: bool = False,
+    compact: bool | None = None,
+) -> Tables:
+    """Turn block states into ordered lists.
+
+    Parameters
+    ----------
+    states : Tensor, [Bt, Ht, nQ, nKV], uint8
+        `EMPTY`, `PARTIAL` or `FULL`.
+    BLOCK_SIZE : (int, int)
+    exact : bool
+        See `Tables`.
+    compact : bool, optional
+        Make lists as wide as the longest one (reads it from the device), not as the grid.
+        Default: for huge grids only.
+
+    Returns
+    -------
+    Tables
+    """
+    if compact is None:
+        compact = states.numel() > _PADDED_ENTRIES
+    partial_num, partial = _ordered(states == PARTIAL, compact)
+    full_num, full = _ordered(states == FULL, compact)
+    return Tables(partial_num, partial, full_num, full, BLOCK_SIZE, states.shape[-1], exact)
+
+
+def _ordered(listed: Tensor, compact: bool) -> tuple[Tensor, Tensor]:
+    """Counts ``[..., nQ]`` and ascending block numbers ``[..., nQ, C]`` of the True entries."""
+    *rows, columns = listed.shape
+    counts = listed.sum(-1, dtype=torch.int32)
+    if compact:
+        columns = int(counts.max()) if counts.numel() else 0
+    if listed.device.type == "cpu":
+        indices = torch.zeros((*rows, columns), dtype=torch.int32)
+        row, column = listed.reshape(-1, listed.shape[-1]).nonzero(as_tuple=True)
+        if counts.numel() == 1:
+            indices.view(-1)[: len(column)] = column
+        elif len(column):
+            # Entry j of all lists is entry j - (start of its row) of its own.
+            flat = counts.view(-1)
+            start = torch.arange(flat.numel()) * columns - (flat.cumsum(0) - flat)
+            indices.view(-1)[start[row] + torch.arange(len(row))] = column.int()
+        return counts, indices
+    # Without synchronisation: unlisted blocks sort behind the listed ones.
+    numbers = torch.arange(listed.shape[-1], dtype=torch.int32, device=listed.device)
+    order = torch.where(listed, numbers, listed.shape[-1]).sort(-1).values[..., :columns]
+    return counts, order.masked_fill(order == listed.shape[-1], 0)
+
+
+def table_states(tables: Tables) -> Tensor:
+    """Turn lists back into block states; entries past a count are ignored.
+
+    Returns
+    -------
+    Tensor, [Bt, Ht, nQ, nKV], uint8
+    """
+    nKV = tables.num_kv_blocks
+    shape = (*tables.kv_num_blocks.shape, nKV + 1)  # one more column takes what is not listed
+    states = torch.zeros(shape, dtype=torch.uint8, device=tables.kv_num_blocks.device)
+    _mark(states, tables.kv_num_blocks, tables.kv_indices, PARTIAL)
+    if tables.full_kv_num_blocks is not None and tables.full_kv_indices is not None:
+        _mark(states, tables.full_kv_num_blocks, tables.full_kv_indices, FULL)
+    return states[..., :nKV].contiguous()
+
+
+def check_numbers(tables: Tables) -> None:
+    """Raise unless counts and block numbers are in range and no block is listed twice.
+
+    Raises
+    ------
+    ValueError
+    """
+    nKV = tables.num_kv_blocks
+    seen: list[Tensor] = []
+    for prefix, (counts, indices) in zip(("", "full_"), tables.pairs(), strict=False):
+        if counts.numel() == 0:
+            continue
+        width = indices.shape[-1]
+        low, high = int(counts.min()), int(counts.max())
+        if low < 0 or high > width:
+            raise ValueError(
+                f"{prefix}kv_num_blocks: expected counts in [0, {width}], the width of "
+                f"{prefix}kv_indices, got {low if low < 0 else high}"
+            )
+        listed = torch.arange(width, device=indices.device) < counts[..., None]
+        inside = indices >= 0 if nKV < 0 else (indices >= 0) & (indices < nKV)
+        if not bool((inside | ~listed).all()):
+            wrong = int(indices[listed & ~inside][0])
+            wanted = "numbers of at least 0" if nKV < 0 else f"numbers in [0, {nKV})"
+            raise ValueError(f"{prefix}kv_indices: expected {wanted}, got {wrong}")
+        # Every place that is not listed gets a number of its own.
+        spare = -1 - torch.arange(width, dtype=indices.dtype) - width * len(seen)
+        seen.append(torch.where(listed, indices, spare))
+    numbers = torch.cat(seen, -1).sort(-1).values if seen else torch.zeros(0, 1)
+    twice = numbers[..., 1:] == numbers[..., :-1]
+    if bool(twice.any()):
+        wrong = int(numbers[..., 1:][twice][0])
+        raise ValueError(f"kv_indices: expected each block once in a row, got {wrong} twice")
+
+
+def _mark(states: Tensor, counts: Tensor, indices: Tensor, value: int) -> None:
+    nKV = states.shape[-1] - 1
+    place = torch.arange(indices.shape[-1], device=indices.device)
+    listed = (place < counts[..., None]) & (indices >= 0) & (indices < nKV)
+    states.scatter_(-1, torch.where(listed, indices, nKV).long(), value)
+
+
+def union_tables(tables: Tables, Hkv: int) -> tuple[Tables, Tensor]:
+    """Merge the lists of the query heads that share a key head.
+
+    Parameters
+    ----------
+    tables : Tables
+        With lists for each of Hq query heads.
+    Hkv : int
+        Key heads; divides Hq.
+
+    Returns
+    -------
+    union : Tables, with Hkv heads
+        Blocks that any head of the group lists; a block is full when it is for all of them.
+    block_state : Tensor, [Bt, Hq, nQ, nKV], uint8
+        What each query head makes of a block: `EMPTY`, `PARTIAL` or `FULL`.
+    """
+    block_state = table_states(tables)
+    group = block_state.view(block_state.shape[0], Hkv, -1, *block_state.shape[2:])
+    states = group.amax(2).clamp(max=PARTIAL) + (group.amin(2) == FULL)
+    union = tables_from_mask_states(states, tables.BLOCK_SIZE, exact=tables.exact)
+    return union, block_state
+
+
+class _TableCache:
+    """Tables that are a pure function of numbers, by value; the oldest go first."""
+
+    def __init__(self, entries: int) -> None:
+        self.entries = entries
+        self.found: OrderedDict[tuple[object, ...], Tables] = OrderedDict()
+
+    def get(self, key: tuple[object, ...]) -> Tables | None:
+        tables = self.found.get(key)
+        if tables is not None:
+            self.found.move_to_end(key)
+        return tables
+
+    def put(self, key: tuple[object, ...], tables: Tables) -> None:
+        self.found[key] = tables
+        while len(self.found) > self.entries:
+            self.found.popitem(last=False)
+
+
+_CACHE = _TableCache(entries=64)
+
+
+def cached_tables(mask: Traced, extent: Extent) -> Tables:
+    """`build_tables`, remembered where nothing but numbers goes in.
+
+    A mask that captures tensors is never remembered: their values may change in place without
+    leaving a trace.
+    """
+    kv_len, q_offset, device = extent.kv_len, extent.q_offset, extent.device
+    pure = not (mask.captures or isinstance(kv_len, Tensor) or isinstance(q_offset, Tensor))
+    stream = 0
+    if pure and device.type == "cuda":
+        stream = torch.cuda.current_stream(device).cuda_stream
+        # What a graph writes while it is captured exists only in its replays.
+        pure = not torch.cuda.is_current_stream_capturing()
+    if not pure:
+        return build_tables(mask, extent)
+    H = extent.H if "h" in mask.graph.uses else 1
+    B = extent.B if "b" in mask.graph.uses else 1
+    params = tuple((type(number), number) for number in mask.params)
+    key = (
+        mask.graph.key,
+        params,
+        (B, H, extent.Lq, extent.Lkv, kv_len, q_offset),
+        (extent.BLOCK_SIZE, device, stream),
+    )
+    tables = _CACHE.get(key)
+    if tables is None:
+        with torch.inference_mode(False), torch.no_grad():
+            tables = build_tables(mask, extent)
+        _CACHE.put(key, tables)
+    return tables
