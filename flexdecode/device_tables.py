@@ -1,0 +1,74 @@
+"""Tables built by kernels, where the tensors are: two launches and no synchronisation."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from flexdecode.tables import Extent, Tables
+    from flexdecode.trace import Traced
+
+__all__ = ["build_device_tables"]
+
+
+def build_device_tables(mask: Traced, extent: Extent, buffers: Tables | None = None) -> Tables:
+    """Build the tables of `extent`, or overwrite `buffers` of the same sizes with them.
+
+    Parameters
+    ----------
+    mask : Traced
+    extent : Extent
+        Already reduced by `Extent.for_mask`.
+    buffers : Tables, optional
+        Padded tables with full lists, contiguous.
+
+    Returns
+    -------
+    Tables
+        Padded: as wide as the grid. Entries past a count are undefined.
+    """
+    from flexdecode.kernels.tables import TableBuffers
+    from flexdecode.tables import Tables
+
+    nQ, nKV = extent.num_blocks()
+    shape = (extent.B, extent.H, nQ, nKV)
+    if buffers is None:
+        own = TableBuffers.empty(*shape, device=extent.device)
+    else:
+        full_num, full = buffers.full_kv_num_blocks, buffers.full_kv_indices
+        assert full_num is not None and full is not None
+        state = torch.empty(shape, dtype=torch.uint8, device=extent.device)
+        own = TableBuffers(state, buffers.kv_num_blocks, buffers.kv_indices, full_num, full)
+    _launch(mask, extent, own)
+    return Tables(
+        own.kv_num_blocks,
+        own.kv_indices,
+        own.full_kv_num_blocks,
+        own.full_kv_indices,
+        extent.BLOCK_SIZE,
+        nKV,
+        True,
+    )
+
+
+def _launch(mask: Traced, extent: Extent, buffers: object) -> None:
+    from flexdecode.codegen import lower
+    from flexdecode.kernels.call import Mod
+    from flexdecode.kernels.tables import TableBuffers, launch_tables
+
+    assert isinstance(buffers, TableBuffers)
+    on_gpu = extent.device.type == "cuda"
+    flavour = "interpret" if not on_gpu else "hip" if torch.version.hip else "cuda"
+    with torch.cuda.device(extent.device) if on_gpu else contextlib.nullcontext():
+        launch_tables(
+            Mod(*lower(mask, flavour)),
+            buffers,
+            kv_len=extent.kv_len,
+            q_offset=extent.q_offset,
+            Lq=extent.Lq,
+            Lkv=extent.Lkv,
+            BLOCK_SIZE=extent.BLOCK_SIZE,
+        )

@@ -1,0 +1,220 @@
+# mypy: allow-untyped-defs, allow-untyped-decorators
+"""Block tables on the device: tell empty, partial and full blocks apart, then list them in order.
+
+Two launches, no synchronisation, nothing read back: a table can be built inside a CUDA graph, from
+lengths that change between replays. The dense mask is never written: `_classify_kernel` reduces
+each block to one byte.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flexdecode.kernels.call import Mod, vector_stride
+from flexdecode.kernels.configs import ceil_div, next_power_of_2
+from flexdecode.kernels.tiles import load_kv_len, load_q_offset, loop_bound
+
+TILE = 1024  # mask elements that a program evaluates at a time
+COMPACT_TILE = 1024  # block states that a program lists at a time
+CLASSIFY_RUN_TIME = (
+    "stride_kv_len kv_len stride_q_offset q_offset heads nQ nKV Lq Lkv BLOCK_Q chunks".split()
+)
+SMALL = "kv_len_ptr q_offset_ptr".split()
+
+
+@triton.jit(do_not_specialize=CLASSIFY_RUN_TIME, do_not_specialize_on_alignment=SMALL)
+def _classify_kernel(
+    state_ptr,  # [B or 1, heads, nQ, nKV] uint8, written: 0 empty, 1 partial, 2 full
+    kv_len_ptr,  # [B], or None
+    stride_kv_len: tl.int64,
+    kv_len: tl.int32,
+    q_offset_ptr,  # [B], or None
+    stride_q_offset: tl.int64,
+    q_offset: tl.int32,
+    heads: tl.int32,
+    nQ: tl.int32,
+    nKV: tl.int32,
+    Lq: tl.int32,
+    Lkv: tl.int32,
+    BLOCK_Q: tl.int32,
+    chunks: tl.int32,
+    mask_args,
+    MASK_MOD: tl.constexpr,
+    DERIVE_OFFSET: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    KV_TILE: tl.constexpr,  # KV_BLOCK, rounded up to a power of two
+    BLOCKS: tl.constexpr,  # key blocks a program
+):
+    """Reduce BLOCKS blocks of one row of blocks to their states, a query row at a time."""
+    pid = tl.program_id(0)
+    chunk = pid % chunks
+    row = pid // chunks
+    q_block = row % nQ
+    h = row // nQ % heads
+    b = row // nQ // heads
+    kv_len = load_kv_len(kv_len_ptr, stride_kv_len, kv_len, b, Lkv)
+    q_offset = load_q_offset(q_offset_ptr, stride_q_offset, q_offset, b, kv_len, Lq, DERIVE_OFFSET)
+    blocks = chunk * BLOCKS + tl.arange(0, BLOCKS)  # [BLOCKS]
+    offs_n = tl.arange(0, KV_TILE)[None, :]
+    kv_idx = blocks[:, None] * KV_BLOCK + offs_n  # [BLOCKS, KV_TILE]
+    inside = (kv_idx < kv_len) & (offs_n < KV_BLOCK)
+    some = tl.zeros([BLOCKS], tl.int32)
+    every = tl.full([BLOCKS], 1, tl.int32)
+    first = q_block * BLOCK_Q
+    last = tl.minimum(first + BLOCK_Q, Lq)
+    if chunk * BLOCKS * KV_BLOCK >= kv_len:
+        last = first  # nothing to look at: all empty
+    for i in tl.range(loop_bound(first), loop_bound(last)):
+        allowed = inside & MASK_MOD(b, h, q_offset + i, kv_idx, inside, mask_args)
+        some = some | tl.max(allowed.to(tl.int32), 1)
+        every = every & tl.min((allowed | (offs_n >= KV_BLOCK)).to(tl.int32), 1)
+    state = tl.where(some != 0, 1 + every, 0)
+    at = row.to(tl.int64) * nKV + blocks
+    tl.store(state_ptr + at, state.to(tl.uint8), mask=blocks < nKV)
+
+
+@triton.jit(do_not_specialize=["nKV", "columns"])
+def _compact_kernel(
+    state_ptr,  # [rows, nKV] uint8
+    num_ptr,  # [rows] int32, written
+    indices_ptr,  # [rows, columns] int32, written up to the count
+    full_num_ptr,  # [rows] int32, written
+    full_indices_ptr,  # [rows, columns] int32, written up to the count
+    nKV: tl.int32,
+    columns: tl.int64,
+    C: tl.constexpr,
+):
+    """List the partial and the full blocks of one row, ascending."""
+    row = tl.program_id(0).to(tl.int64)
+    partial = 0
+    full = 0
+    for start in tl.range(0, loop_bound(nKV), C):
+        blocks = start + tl.arange(0, C)  # [C]
+        state = tl.load(state_ptr + row * nKV + blocks, mask=blocks < nKV, other=0)
+        is_partial = (state == 1).to(tl.int32)
+        is_full = (state == 2).to(tl.int32)
+        at = row * columns + partial + tl.cumsum(is_partial, 0) - is_partial
+        tl.store(indices_ptr + at, blocks, mask=is_partial != 0)
+        at = row * columns + full + tl.cumsum(is_full, 0) - is_full
+        tl.store(full_indices_ptr + at, blocks, mask=is_full != 0)
+        partial += tl.sum(is_partial, 0)
+        full += tl.sum(is_full, 0)
+    tl.store(num_ptr + row, partial)
+    tl.store(full_num_ptr + row, full)
+
+
+@dataclass(frozen=True, eq=False)
+class TableBuffers:
+    """Where tables are written.
+
+    Attributes
+    ----------
+    state : Tensor, [B or 1, heads, nQ, nKV], uint8, contiguous
+    kv_num_blocks, full_kv_num_blocks : Tensor, [B or 1, heads, nQ], int32, contiguous
+    kv_indices, full_kv_indices : Tensor, [B or 1, heads, nQ, columns], int32, contiguous
+        ``columns >= nKV``; entries past a count are left as they are.
+    """
+
+    state: Tensor
+    kv_num_blocks: Tensor
+    kv_indices: Tensor
+    full_kv_num_blocks: Tensor
+    full_kv_indices: Tensor
+
+    @classmethod
+    def empty(cls, B: int, heads: int, nQ: int, nKV: int, device: torch.device) -> "TableBuffers":
+        """Allocate; the lists share one buffer."""
+        rows = B * heads * nQ
+        lists = torch.empty(2 * rows * (1 + nKV), dtype=torch.int32, device=device)
+        num, full_num, indices, full = lists.split([rows, rows, rows * nKV, rows * nKV])
+        shape = (B, heads, nQ)
+        state = torch.empty((*shape, nKV), dtype=torch.uint8, device=device)
+        return cls(
+            state,
+            num.view(shape),
+            indices.view(*shape, nKV),
+            full_num.view(shape),
+            full.view(*shape, nKV),
+        )
+
+
+def launch_tables(
+    mask: Mod,
+    buffers: TableBuffers,
+    *,
+    kv_len: int | Tensor,
+    q_offset: int | Tensor | None,
+    Lq: int,
+    Lkv: int,
+    BLOCK_SIZE: tuple[int, int],
+) -> None:
+    """Fill `buffers` with the tables of `mask`.
+
+    Parameters
+    ----------
+    mask : Mod
+        A mask; see `Mod`. Its b and h are scalars here, q_idx too.
+    buffers : TableBuffers
+    kv_len : int or Tensor [B]
+        Clamped to ``[0, Lkv]``.
+    q_offset : int, Tensor [B] or None
+        None stands for ``kv_len - Lq``.
+    Lq, Lkv : int
+    BLOCK_SIZE : (int, int)
+    """
+    B, heads, nQ, nKV = buffers.state.shape
+    if buffers.state.numel() == 0:
+        buffers.kv_num_blocks.zero_()
+        buffers.full_kv_num_blocks.zero_()
+        return
+    BLOCK_Q, KV_BLOCK = BLOCK_SIZE
+    KV_TILE = next_power_of_2(KV_BLOCK)
+    BLOCKS = max(1, min(TILE // KV_TILE, next_power_of_2(nKV)))
+    chunks = ceil_div(nKV, BLOCKS)
+    kv_len_ptr, stride_kv_len, kv_len_int = vector_stride(kv_len)
+    q_offset_ptr, stride_q_offset, q_offset_int = vector_stride(q_offset)
+    rows = B * heads * nQ
+    _classify_kernel[(rows * chunks,)](
+        buffers.state,
+        kv_len_ptr,
+        stride_kv_len,
+        kv_len_int,
+        q_offset_ptr,
+        stride_q_offset,
+        q_offset_int,
+        heads,
+        nQ,
+        nKV,
+        Lq,
+        Lkv,
+        BLOCK_Q,
+        chunks,
+        mask.args,
+        MASK_MOD=mask.fn,
+        DERIVE_OFFSET=q_offset is None,
+        KV_BLOCK=KV_BLOCK,
+        KV_TILE=KV_TILE,
+        BLOCKS=BLOCKS,
+    )
+    launch_compact(buffers)
+
+
+def launch_compact(buffers: TableBuffers) -> None:
+    """Fill the lists of `buffers` from its states."""
+    nKV = buffers.state.shape[3]
+    arguments: tuple[Any, ...] = (
+        buffers.state,
+        buffers.kv_num_blocks,
+        buffers.kv_indices,
+        buffers.full_kv_num_blocks,
+        buffers.full_kv_indices,
+        nKV,
+        buffers.kv_indices.shape[3],
+    )
+    _compact_kernel[(buffers.kv_num_blocks.numel(),)](
+        *arguments, C=min(COMPACT_TILE, next_power_of_2(nKV))
+    )
