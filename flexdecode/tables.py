@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from flexdecode.device_tables import build_device_tables
 from flexdecode.evaluate import evaluate
 
 if TYPE_CHECKING:
@@ -135,6 +136,11 @@ class Extent:
         """Rows and columns of blocks."""
         return -(-self.Lq // self.BLOCK_SIZE[0]), -(-self.Lkv // self.BLOCK_SIZE[1])
 
+    def entries(self) -> int:
+        """Blocks in all."""
+        nQ, nKV = self.num_blocks()
+        return self.B * self.H * nQ * nKV
+
     def for_mask(self, mask: Traced) -> Extent:
         """Return it with B and H of 1 where neither `mask` nor the lengths need them."""
         uses = mask.graph.uses
@@ -169,6 +175,9 @@ def build_tables(mask: Traced, extent: Extent, *, compact: bool | None = None) -
     -------
     Tables
     """
+    reduced = extent.for_mask(mask)
+    if extent.device.type == "cuda" and not compact and reduced.entries() <= _PADDED_ENTRIES:
+        return build_device_tables(mask, reduced)
     return tables_from_mask_states(
         block_states(mask, extent), extent.BLOCK_SIZE, exact=True, compact=compact
     )
@@ -179,6 +188,9 @@ def build_into(buffers: Tables, mask: Traced, extent: Extent) -> None:
 
     Addresses stay and a GPU is never waited for, so it can be captured in a graph.
     """
+    if extent.device.type == "cuda":
+        build_device_tables(mask, extent.for_mask(mask), buffers)
+        return
     for old, new in zip(
         buffers.tensors, build_tables(mask, extent, compact=False).tensors, strict=True
     ):
