@@ -1,0 +1,145 @@
+"""What one call asks of the kernels: tensors, numbers, tables and compiled mods."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from flexdecode.kernels.configs import next_power_of_2
+
+
+@dataclass(frozen=True, eq=False)
+class Mod:
+    """A user's rule as a ``@triton.jit`` function and what it reads.
+
+    Attributes
+    ----------
+    fn : triton.JITFunction
+        ``mask(b, h, q_idx, kv_idx, lane, args)`` or
+        ``score(score, b, h, q_idx, kv_idx, lane, args)``; b is a scalar, h and q_idx are
+        [BLOCK_M, 1], kv_idx is [1, BLOCK_N], all int32; lane, int1, is true where an element
+        exists, and guards loads.
+    args : tuple of Tensor and float
+        Its captured tensors and run-time numbers.
+    """
+
+    fn: Any
+    args: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class BlockTables:
+    """The active blocks of every row of query blocks; contiguous tensors.
+
+    Attributes
+    ----------
+    kv_num_blocks : Tensor, [B or 1, Hkv or 1, nQ], int32
+        How many partial blocks a row lists.
+    kv_indices : Tensor, [B or 1, Hkv or 1, nQ, columns], int32
+        Their numbers. Columns past the count are never read.
+    full_kv_num_blocks, full_kv_indices : Tensor, same leading shape, int32, optional
+        The same for full blocks.
+    BLOCK_SIZE : (int, int)
+        Queries and keys of a block; any sizes.
+    exact : bool
+        No full block crosses the call's ``kv_len``.
+    block_state : Tensor, [B or 1, Hq, nQ, nKV], uint8, optional
+        For lists that are the union over a group's heads: what the block is to each query head, 0
+        empty, 1 partial, 2 full. The full list holds what is full for all of them.
+    """
+
+    kv_num_blocks: Tensor
+    kv_indices: Tensor
+    full_kv_num_blocks: Tensor | None
+    full_kv_indices: Tensor | None
+    BLOCK_SIZE: tuple[int, int]
+    exact: bool
+    block_state: Tensor | None = None
+
+    def strides(self) -> tuple[int, int]:
+        """Return the (sequence, head) strides of the counts, 0 along a broadcast axis."""
+        sequences, heads, rows = self.kv_num_blocks.shape
+        return (heads * rows if sequences > 1 else 0), (rows if heads > 1 else 0)
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeCall:
+    """One attention call. Everything has been checked, and all tensors are on one device.
+
+    Attributes
+    ----------
+    q : Tensor, [B, Hq, Lq, D]
+    k, v : Tensor, [B or 1, Hkv, Lkv, D] and [B or 1, Hkv, Lkv, Dv]
+        Any strides.
+    out : Tensor, [B, Hq, Lq, Dv]
+        Written; the last stride is 1.
+    lse, max_scores : Tensor, [B, Hq, Lq], float32, contiguous, optional
+        Written: natural log; -inf for a row that may attend to nothing.
+    scale : float
+    kv_len : int, or Tensor [B] of int32 or int64
+        Clamped to [0, Lkv] by the kernel.
+    q_offset : int, or Tensor [B] of int32 or int64, or None
+        Position of query row 0; None stands for ``kv_len - Lq``.
+    tables : BlockTables, optional
+        Without them every key is allowed, and a mask_mod is asked for the cut last block only:
+        pass tables with a mask_mod.
+    score_mod, mask_mod : Mod, optional
+    bias : Tensor, [B, Hq, Lq, Lkv], float, any strides (0 where broadcast), optional
+    sinks : Tensor, [Hq], float, contiguous, optional
+    tf32 : bool
+        Let float32 inputs use TF32 matrix instructions.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    scale: float
+    kv_len: int | Tensor
+    q_offset: int | Tensor | None = None
+    lse: Tensor | None = None
+    max_scores: Tensor | None = None
+    tables: BlockTables | None = None
+    score_mod: Mod | None = None
+    mask_mod: Mod | None = None
+    bias: Tensor | None = None
+    sinks: Tensor | None = None
+    tf32: bool = False
+
+    def block_size(self, BLOCK_N: int) -> tuple[int, int]:
+        """Return queries and keys of a block as the kernels see them.
+
+        A block wider than all keys is cut down to them, so that it isn't walked in vain. Without
+        tables the blocks are the kernel's own units.
+        """
+        Lq, Lkv = self.q.shape[2], self.k.shape[2]
+        if self.tables is None:
+            return Lq, BLOCK_N
+        BLOCK_Q, KV_BLOCK = self.tables.BLOCK_SIZE
+        if KV_BLOCK > Lkv:
+            KV_BLOCK = next_power_of_2(max(Lkv, BLOCK_N))
+        return min(BLOCK_Q, Lq), KV_BLOCK
+
+
+@dataclass(frozen=True, eq=False)
+class Partials:
+    """Partial results, one per row and split; only splits that had work are written.
+
+    Attributes
+    ----------
+    acc : Tensor, [B, Hq, Lq, num_splits, Dv], float32
+        Weighted sums of v, relative to m.
+    m, l : Tensor, [B, Hq, Lq, num_splits], float32
+        Maximum in log2, and sum of the weights.
+    """
+
+    acc: Tensor
+    m: Tensor
+    l: Tensor
+
+
+def vector_stride(vector: int | Tensor | None) -> tuple[Tensor | None, int, int]:
+    """Split a number that may be a tensor [B] into (tensor, its stride, int) for a kernel."""
+    if isinstance(vector, Tensor):
+        return vector, vector.stride(0) if vector.shape[0] > 1 else 0, 0
+    return None, 0, vector or 0

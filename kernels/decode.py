@@ -1,0 +1,591 @@
+# mypy: allow-untyped-defs, allow-untyped-decorators
+"""Split-KV decode attention over the active blocks of a programmable mask.
+
+Read the legend and `_decode_kernel` first, then `attend`, the loop that it runs over each list of
+blocks, then `flexdecode.kernels.tiles`. The launcher and the records that it takes stand at the
+end; `decode` runs this kernel and, when there are several splits, the reduction.
+
+The method is Flash-Decoding [1]_ (independent programs over parts of the KV sequence, joined
+afterwards) with the block lists of FlexAttention [2]_.
+
+References
+----------
+.. [1] T. Dao, D. Haziza, F. Massa, G. Sizov, "Flash-Decoding for long-context inference", 2023.
+.. [2] J. Dong et al., "Flex Attention: A Programming Model for Generating Optimized Attention
+   Kernels", arXiv:2412.05496, 2024.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flexdecode.kernels.call import DecodeCall, Mod, Partials, vector_stride
+from flexdecode.kernels.configs import DecodeConfig, split_dim
+from flexdecode.kernels.reduce import launch_reduce
+from flexdecode.kernels.tiles import (
+    LOG2E,
+    accumulate_pieces,
+    cdiv,
+    count_units,
+    dot_pieces,
+    drop_rows,
+    finish_rows,
+    load_kv_len,
+    load_pieces,
+    load_q_offset,
+    loop_bound,
+    online_softmax_update,
+    scale_pieces,
+    seen_by_a_row,
+    store_pieces,
+    zero_pieces,
+)
+
+# Everything that changes from call to call: no value of these compiles a kernel of its own.
+RUN_TIME = (
+    "stride_qb stride_qh stride_ql stride_kb stride_kh stride_kn stride_vb stride_vh stride_vn "
+    "stride_bb stride_bh stride_bl stride_bn stride_ob stride_oh stride_ol "
+    "stride_kv_len stride_q_offset stride_tb stride_th columns full_columns "
+    "stride_sb stride_sh stride_sq scale kv_len q_offset Hkv G Lq Lkv "
+    "BLOCK_Q TG TQ tiles num_splits"
+).split()
+# Small arrays that may be views at any address.
+ANY_ADDRESS = (
+    "bias_ptr sinks_ptr lse_ptr max_ptr kv_len_ptr q_offset_ptr kv_num_blocks_ptr kv_indices_ptr "
+    "full_kv_num_blocks_ptr full_kv_indices_ptr block_state_ptr"
+).split()
+
+
+@triton.jit
+def attend(
+    carry,  # (m_i, l_i, acc): maximum in log2, sum, output pieces of every row so far
+    q,  # pieces of [BLOCK_M, D]
+    first,
+    last,  # the units of this list that belong to this split
+    indices_ptr,  # block numbers, int32, or None: unit u is block first_block + u
+    first_block,
+    kv_len,
+    k_ptr,  # at this sequence and KV head
+    stride_kn,
+    stride_kd,
+    v_ptr,
+    stride_vn,
+    stride_vd,
+    bias_rows,  # [BLOCK_M, 1] pointers, or None
+    stride_bn,
+    state_rows,  # [BLOCK_M, 1] pointers, or None
+    scale,
+    b,
+    h,  # [BLOCK_M, 1]
+    q_idx,  # [BLOCK_M, 1]
+    real,  # [BLOCK_M]
+    score_args,
+    mask_args,
+    SCORE_MOD: tl.constexpr,
+    MASK_MOD: tl.constexpr,
+    PARTIAL: tl.constexpr,
+    CHECK_BOUNDS: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    D: tl.constexpr,
+    D_0: tl.constexpr,
+    D_1: tl.constexpr,
+    DV: tl.constexpr,
+    DV_0: tl.constexpr,
+    DV_1: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Attend to the units [first, last) of one list: partial blocks ask the mask, full ones don't.
+
+    A unit is BLOCK_N keys of a block. Bounds are checked where a block may cross kv_len.
+    """
+    m_i, l_i, acc = carry
+    SUBS: tl.constexpr = (KV_BLOCK + BLOCK_N - 1) // BLOCK_N
+    PADDED: tl.constexpr = KV_BLOCK % BLOCK_N != 0
+    offs_n = tl.arange(0, BLOCK_N)
+    k_rows = offs_n.to(tl.int64) * stride_kn  # [BLOCK_N]
+    v_rows = offs_n.to(tl.int64) * stride_vn  # [BLOCK_N]
+    if indices_ptr is not None:
+        next_block = tl.load(indices_ptr + first // SUBS, mask=first < last, other=0)
+
+    for unit in tl.range(loop_bound(first), loop_bound(last)):
+        # -- which keys ----
+        if indices_ptr is None:
+            block = first_block + unit
+            start_n = block * BLOCK_N
+        else:
+            block = next_block
+            start_n = block * KV_BLOCK + (unit % SUBS) * BLOCK_N
+            # Fetched one unit ahead: nothing has to wait for a block's number.
+            next_block = tl.load(indices_ptr + tl.minimum(unit + 1, last - 1) // SUBS)
+        kv_idx = (start_n + offs_n)[None, :]  # [1, BLOCK_N]
+        lane = real[:, None]
+        present = None
+        if CHECK_BOUNDS or PADDED:
+            limit = kv_len
+            if PADDED:
+                limit = tl.minimum(kv_len, (block + 1) * KV_BLOCK)
+            present = start_n + offs_n < limit  # [BLOCK_N]
+            lane = lane & present[None, :]
+
+        # -- scores: q @ k in natural units, the user's rule, then log2 ----
+        k = load_pieces(
+            k_ptr + start_n.to(tl.int64) * stride_kn, k_rows, stride_kd, present, D, D_0, D_1
+        )
+        qk = dot_pieces(q, k, INPUT_PRECISION)  # [BLOCK_M, BLOCK_N]
+        if SCORE_MOD is None and bias_rows is None:
+            qk = qk * (scale * LOG2E)
+        else:
+            qk = qk * scale
+            if bias_rows is not None:
+                bias_ptrs = bias_rows + kv_idx.to(tl.int64) * stride_bn
+                qk += tl.load(bias_ptrs, mask=lane, other=0.0).to(tl.float32)
+            if SCORE_MOD is not None:
+                qk = SCORE_MOD(qk, b, h, q_idx, kv_idx, lane, score_args)
+            qk = qk * LOG2E
+
+        # -- what the mask allows ----
+        if PARTIAL:
+            keep = lane
+            if MASK_MOD is not None:
+                keep = MASK_MOD(b, h, q_idx, kv_idx, lane, mask_args)
+            if state_rows is not None:
+                state = tl.load(state_rows + block, mask=real[:, None], other=0)
+                keep = (keep & (state == 1)) | (state == 2)
+            qk = tl.where(lane & keep, qk, float("-inf"))
+        elif present is not None:
+            qk = tl.where(present[None, :], qk, float("-inf"))
+
+        # -- online softmax, and the values; 0 * NaN is NaN, so unseen values must not be there ----
+        p, m_i, l_i, alpha = online_softmax_update(qk, m_i, l_i)
+        v = load_pieces(
+            v_ptr + start_n.to(tl.int64) * stride_vn, v_rows, stride_vd, present, DV, DV_0, DV_1
+        )
+        if PARTIAL and (MASK_MOD is not None or state_rows is not None):
+            v = drop_rows(v, seen_by_a_row(keep, real, BLOCK_N))
+        acc = accumulate_pieces(acc, alpha, p, v, INPUT_PRECISION)
+    return m_i, l_i, acc
+
+
+# Legend: B sequences, Hq query heads, Hkv KV heads, G = Hq // Hkv, Lq query rows, Lkv key capacity,
+# D and DV head dims of keys and values. A program owns one sequence b, one KV head, one split of
+# its keys and one tile of BLOCK_M rows: TG query heads of the group times TQ query rows, row m of
+# the tile being head m // TQ and query m % TQ. Blocks of the table are BLOCK_Q x KV_BLOCK; a tile
+# never straddles two of its rows. A block is worked through in units of BLOCK_N keys.
+# Strides of k and v are in units of ALIGN elements, those of q and out in units of ALIGN_Q: a product
+# with it tells the compiler how wide it may load, while the strides stay run-time values.
+@triton.jit(do_not_specialize=RUN_TIME, do_not_specialize_on_alignment=ANY_ADDRESS)
+def _decode_kernel(
+    q_ptr,  # [B, Hq, Lq, D]
+    stride_qb: tl.int64,
+    stride_qh: tl.int64,
+    stride_ql: tl.int64,
+    stride_qd,
+    k_ptr,  # [B or 1, Hkv, Lkv, D]
+    stride_kb: tl.int64,
+    stride_kh: tl.int64,
+    stride_kn: tl.int64,
+    stride_kd,
+    v_ptr,  # [B or 1, Hkv, Lkv, DV]
+    stride_vb: tl.int64,
+    stride_vh: tl.int64,
+    stride_vn: tl.int64,
+    stride_vd,
+    bias_ptr,  # [B, Hq, Lq, Lkv], or None
+    stride_bb: tl.int64,
+    stride_bh: tl.int64,
+    stride_bl: tl.int64,
+    stride_bn: tl.int64,
+    sinks_ptr,  # [Hq], or None
+    out_ptr,  # [B, Hq, Lq, DV]
+    stride_ob: tl.int64,
+    stride_oh: tl.int64,
+    stride_ol: tl.int64,
+    lse_ptr,  # [B, Hq, Lq] float32, or None
+    max_ptr,  # [B, Hq, Lq] float32, or None
+    acc_ptr,  # [B, Hq, Lq, num_splits, DV] float32, None when there is one split
+    m_ptr,  # [B, Hq, Lq, num_splits] float32
+    l_ptr,  # [B, Hq, Lq, num_splits] float32
+    kv_len_ptr,  # [B], or None
+    stride_kv_len: tl.int64,
+    q_offset_ptr,  # [B], or None
+    stride_q_offset: tl.int64,
+    kv_num_blocks_ptr,  # [B or 1, Hkv or 1, nQ] int32, or None: every key is allowed
+    kv_indices_ptr,  # [B or 1, Hkv or 1, nQ, columns] int32
+    full_kv_num_blocks_ptr,  # like kv_num_blocks, or None
+    full_kv_indices_ptr,
+    stride_tb: tl.int64,
+    stride_th: tl.int64,
+    columns: tl.int64,
+    full_columns: tl.int64,
+    block_state_ptr,  # [B or 1, Hq, nQ, nKV] uint8: 0 empty, 1 partial, 2 full; or None
+    stride_sb: tl.int64,
+    stride_sh: tl.int64,
+    stride_sq: tl.int64,
+    scale: tl.float32,
+    kv_len: tl.int32,  # keys of every sequence, where kv_len_ptr is None
+    q_offset: tl.int32,  # position of query 0, where q_offset_ptr is None
+    Hkv: tl.int32,
+    G: tl.int32,
+    Lq: tl.int32,
+    Lkv: tl.int32,
+    BLOCK_Q: tl.int32,
+    TG: tl.int32,
+    TQ: tl.int32,
+    tiles: tl.int32,
+    num_splits: tl.int32,
+    score_args,
+    mask_args,
+    SCORE_MOD: tl.constexpr,
+    MASK_MOD: tl.constexpr,
+    DERIVE_OFFSET: tl.constexpr,  # q_offset = kv_len - Lq
+    EXACT: tl.constexpr,  # full blocks end within kv_len
+    ONE_QUERY: tl.constexpr,  # Lq == 1
+    ONE_TILE: tl.constexpr,  # tiles == 1
+    DIRECT: tl.constexpr,  # num_splits == 1
+    ALIGN: tl.constexpr,
+    ALIGN_Q: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    D: tl.constexpr,
+    D_0: tl.constexpr,
+    D_1: tl.constexpr,
+    DV: tl.constexpr,
+    DV_0: tl.constexpr,
+    DV_1: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        # Lets the reduction be launched now; it waits there until this kernel has finished.
+        tl.extra.cuda.gdc_launch_dependents()
+
+    # -- who am I ----
+    pid = tl.program_id(0)
+    first_head = 0  # of the group
+    first_row = 0
+    last_row = Lq
+    q_block = 0
+    if not ONE_TILE:
+        tile = pid % tiles
+        pid = pid // tiles
+        head_tiles = cdiv(G, TG)
+        tiles_per_q_block = cdiv(tl.minimum(BLOCK_Q, Lq), TQ)
+        first_head = tile % head_tiles * TG
+        q_tile = tile // head_tiles
+        q_block = q_tile // tiles_per_q_block
+        first_row = q_block * BLOCK_Q + q_tile % tiles_per_q_block * TQ
+        last_row = tl.minimum(Lq, (q_block + 1) * BLOCK_Q)
+        if first_row >= last_row:
+            return
+    split = 0
+    if not DIRECT:
+        split = pid % num_splits
+        pid = pid // num_splits
+    head_kv = (pid % Hkv).to(tl.int64)
+    b = pid // Hkv
+    b64 = b.to(tl.int64)
+
+    # -- my rows ----
+    offs_m = tl.arange(0, BLOCK_M)
+    if ONE_QUERY:
+        head = first_head + offs_m  # [BLOCK_M], within the group
+        row = tl.zeros((BLOCK_M,), tl.int64)  # [BLOCK_M]
+        real = (offs_m < TG) & (head < G)
+    else:
+        head = first_head + offs_m // TQ
+        row = (first_row + offs_m % TQ).to(tl.int64)
+        real = (offs_m < TG * TQ) & (head < G) & (row < last_row)
+    head = head_kv * G + head
+    q_rows = (b64 * stride_qb + head * stride_qh + row * stride_ql) * ALIGN_Q
+    q = load_pieces(q_ptr, q_rows, stride_qd, real, D, D_0, D_1)
+
+    # -- my share of the active blocks, full ones first ----
+    kv_len = load_kv_len(kv_len_ptr, stride_kv_len, kv_len, b64, Lkv)
+    table_row = b64 * stride_tb + head_kv * stride_th + q_block
+    full, partial = count_units(
+        kv_num_blocks_ptr, full_kv_num_blocks_ptr, table_row, kv_len, KV_BLOCK, BLOCK_N
+    )
+    first = 0
+    last = full + partial
+    if not DIRECT:
+        share = cdiv(last, num_splits)
+        first = split * share
+        last = tl.minimum(first + share, last)
+        if first >= last:
+            return
+
+    # -- where my keys, biases and blocks are ----
+    k_ptr += (b64 * stride_kb + head_kv * stride_kh) * ALIGN
+    v_ptr += (b64 * stride_vb + head_kv * stride_vh) * ALIGN
+    stride_kn = stride_kn * ALIGN
+    stride_vn = stride_vn * ALIGN
+    bias_rows = None
+    if bias_ptr is not None:
+        bias_rows = bias_ptr + (b64 * stride_bb + head * stride_bh + row * stride_bl)[:, None]
+    state_rows = None
+    if block_state_ptr is not None:
+        state_rows = (
+            block_state_ptr + (b64 * stride_sb + head * stride_sh + q_block * stride_sq)[:, None]
+        )
+    full_indices = None
+    partial_indices = None
+    if kv_num_blocks_ptr is not None:
+        partial_indices = kv_indices_ptr + table_row * columns
+        if full_kv_num_blocks_ptr is not None:
+            full_indices = full_kv_indices_ptr + table_row * full_columns
+    q_offset = load_q_offset(
+        q_offset_ptr, stride_q_offset, q_offset, b64, kv_len, Lq, DERIVE_OFFSET
+    )
+    h = head.to(tl.int32)[:, None]  # [BLOCK_M, 1]
+    if ONE_QUERY:
+        # One position for all rows: a mask that ignores h is computed once, not per row.
+        q_idx = tl.zeros((1, 1), tl.int32) + q_offset
+    else:
+        q_idx = (q_offset + row.to(tl.int32))[:, None]  # [BLOCK_M, 1]
+
+    # -- attend: full blocks with neither mask nor bounds, partial ones with both ----
+    m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    l_i = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    carry = (m_i, l_i, zero_pieces(BLOCK_M, DV_0, DV_1))
+    if kv_num_blocks_ptr is None or full_kv_num_blocks_ptr is not None:
+        carry = attend(
+            carry,
+            q,
+            first,
+            tl.minimum(last, full),
+            full_indices,
+            0,
+            kv_len,
+            k_ptr,
+            stride_kn,
+            stride_kd,
+            v_ptr,
+            stride_vn,
+            stride_vd,
+            bias_rows,
+            stride_bn,
+            None,
+            scale,
+            b,
+            h,
+            q_idx,
+            real,
+            score_args,
+            mask_args,
+            SCORE_MOD,
+            None,
+            PARTIAL=False,
+            CHECK_BOUNDS=not EXACT,
+            INPUT_PRECISION=INPUT_PRECISION,
+            D=D,
+            D_0=D_0,
+            D_1=D_1,
+            DV=DV,
+            DV_0=DV_0,
+            DV_1=DV_1,
+            KV_BLOCK=KV_BLOCK,
+            BLOCK_N=BLOCK_N,
+        )
+    carry = attend(
+        carry,
+        q,
+        tl.maximum(first - full, 0),
+        last - full,
+        partial_indices,
+        full,
+        kv_len,
+        k_ptr,
+        stride_kn,
+        stride_kd,
+        v_ptr,
+        stride_vn,
+        stride_vd,
+        bias_rows,
+        stride_bn,
+        state_rows,
+        scale,
+        b,
+        h,
+        q_idx,
+        real,
+        score_args,
+        mask_args,
+        SCORE_MOD,
+        MASK_MOD,
+        PARTIAL=True,
+        CHECK_BOUNDS=True,
+        INPUT_PRECISION=INPUT_PRECISION,
+        D=D,
+        D_0=D_0,
+        D_1=D_1,
+        DV=DV,
+        DV_0=DV_0,
+        DV_1=DV_1,
+        KV_BLOCK=KV_BLOCK,
+        BLOCK_N=BLOCK_N,
+    )
+    m_i, l_i, acc = carry
+    l_i = tl.sum(l_i, 1)  # [BLOCK_M]
+
+    # -- the result, or this split's part of it ----
+    out_row = (b64 * Hkv * G + head) * Lq + row  # [BLOCK_M], of [B, Hq, Lq]
+    if DIRECT:
+        sink = None
+        if sinks_ptr is not None:
+            sink = tl.load(sinks_ptr + head, mask=real, other=0.0)
+        factor, lse, m = finish_rows(m_i, l_i, sink)
+        out_rows = (b64 * stride_ob + head * stride_oh + row * stride_ol) * ALIGN_Q
+        store_pieces(out_ptr, out_rows, real, scale_pieces(acc, factor), DV, DV_0, DV_1)
+        if lse_ptr is not None:
+            tl.store(lse_ptr + out_row, lse, mask=real)
+        if max_ptr is not None:
+            tl.store(max_ptr + out_row, m, mask=real)
+    else:
+        part = out_row * num_splits + split
+        store_pieces(acc_ptr, part * DV, real, acc, DV, DV_0, DV_1)
+        tl.store(m_ptr + part, m_i, mask=real)
+        tl.store(l_ptr + part, l_i, mask=real)
+
+
+def decode(call: DecodeCall, config: DecodeConfig) -> None:
+    """Run one attention call: the decode kernel and, if there are several splits, the reduction.
+
+    Moves the active blocks of `k` and `v` once per query tile, `q` and `out` once, and with splits
+    ``(Dv + 2) * 4`` bytes per row and working split, written and read.
+    """
+    if call.out.numel() == 0:
+        return
+    if config.num_splits == 1:
+        launch_decode(call, config, None)
+    else:
+        partials = empty_partials(call.out, config.num_splits)
+        launch_decode(call, config, partials)
+        launch_reduce(call, config, partials)
+
+
+def empty_partials(out: Tensor, num_splits: int) -> Partials:
+    """Allocate one buffer for the partial results of every real row."""
+    B, Hq, Lq, Dv = out.shape
+    parts = B * Hq * Lq * num_splits
+    scratch = torch.empty(parts * (Dv + 2), dtype=torch.float32, device=out.device)
+    acc, m, l = scratch.split([parts * Dv, parts, parts])
+    shape = (B, Hq, Lq, num_splits)
+    return Partials(acc=acc.view(*shape, Dv), m=m.view(shape), l=l.view(shape))
+
+
+def launch_decode(call: DecodeCall, config: DecodeConfig, partials: Partials | None) -> None:
+    """Launch the decode kernel; it fills `partials`, or without them the outputs of the call."""
+    q, k, v, out, tables = call.q, call.k, call.v, call.out, call.tables
+    B, Hq, Lq, D = q.shape
+    Hkv, Lkv = k.shape[1:3]
+    Dv = v.shape[3]
+    G = Hq // Hkv
+    BLOCK_Q, KV_BLOCK = call.block_size(config.BLOCK_N)
+    stride_tb, stride_th = tables.strides() if tables is not None else (0, 0)
+    q_tiles = triton.cdiv(Lq, BLOCK_Q) * triton.cdiv(BLOCK_Q, config.TQ)
+    tiles = q_tiles * triton.cdiv(G, config.TG)
+
+    strides_k = outer_strides(k)
+    strides_v = outer_strides(v)
+    align = math.gcd(16, *strides_k, *strides_v)
+    strides_q = outer_strides(q)
+    strides_out = outer_strides(out)
+    align_q = math.gcd(16, *strides_q, *strides_out)
+    kv_len_ptr, stride_kv_len, kv_len = vector_stride(call.kv_len)
+    q_offset_ptr, stride_q_offset, q_offset = vector_stride(call.q_offset)
+    state = tables.block_state if tables is not None else None
+    D_0, D_1 = split_dim(D)
+    DV_0, DV_1 = split_dim(Dv)
+    tf32 = q.dtype == torch.float32 and call.tf32
+    score_mod = call.score_mod or Mod(None)
+    mask_mod = call.mask_mod or Mod(None)
+
+    _decode_kernel[(tiles * config.num_splits * B * Hkv,)](
+        q,
+        *(stride // align_q for stride in strides_q),
+        q.stride(3),
+        k,
+        *(stride // align for stride in strides_k),
+        k.stride(3),
+        v,
+        *(stride // align for stride in strides_v),
+        v.stride(3),
+        call.bias,
+        *(call.bias.stride() if call.bias is not None else (0, 0, 0, 0)),
+        call.sinks,
+        out,
+        *(stride // align_q for stride in strides_out),
+        call.lse,
+        call.max_scores,
+        partials.acc if partials is not None else None,
+        partials.m if partials is not None else None,
+        partials.l if partials is not None else None,
+        kv_len_ptr,
+        stride_kv_len,
+        q_offset_ptr,
+        stride_q_offset,
+        tables.kv_num_blocks if tables is not None else None,
+        tables.kv_indices if tables is not None else None,
+        tables.full_kv_num_blocks if tables is not None else None,
+        tables.full_kv_indices if tables is not None else None,
+        stride_tb,
+        stride_th,
+        tables.kv_indices.shape[3] if tables is not None else 0,
+        tables.full_kv_indices.shape[3]
+        if tables is not None and tables.full_kv_indices is not None
+        else 0,
+        state,
+        *(state_strides(state) if state is not None else (0, 0, 0)),
+        call.scale,
+        kv_len,
+        q_offset,
+        Hkv,
+        G,
+        Lq,
+        Lkv,
+        BLOCK_Q,
+        config.TG,
+        config.TQ,
+        tiles,
+        config.num_splits,
+        score_mod.args,
+        mask_mod.args,
+        SCORE_MOD=score_mod.fn,
+        MASK_MOD=mask_mod.fn,
+        DERIVE_OFFSET=call.q_offset is None,
+        EXACT=tables is None or tables.exact,
+        ONE_QUERY=Lq == 1,
+        ONE_TILE=tiles == 1,
+        DIRECT=partials is None,
+        ALIGN=align,
+        ALIGN_Q=align_q,
+        INPUT_PRECISION="tf32" if tf32 else "ieee",
+        D=D,
+        D_0=D_0,
+        D_1=D_1,
+        DV=Dv,
+        DV_0=DV_0,
+        DV_1=DV_1,
+        KV_BLOCK=KV_BLOCK,
+        BLOCK_M=config.BLOCK_M,
+        BLOCK_N=config.BLOCK_N,
+        PDL=config.pdl and partials is not None,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+def outer_strides(x: Tensor) -> tuple[int, ...]:
+    """Return (sequence, head, token) strides in elements, 0 along an axis that has one entry."""
+    return tuple(x.stride(axis) if x.shape[axis] > 1 else 0 for axis in range(3))
+
+
+def state_strides(state: Tensor) -> tuple[int, int, int]:
+    """Return (sequence, head, query block) strides of a block_state, 0 where broadcast."""
+    sequences, heads, rows, columns = state.shape
+    return (heads * rows * columns if sequences > 1 else 0), rows * columns, columns

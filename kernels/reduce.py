@@ -1,0 +1,158 @@
+# mypy: allow-untyped-defs, allow-untyped-decorators
+"""Join the partial results of the splits: M, L and ACC of every row become out, LSE and maximum."""
+
+import triton
+import triton.language as tl
+
+from flexdecode.kernels.call import DecodeCall, Partials, vector_stride
+from flexdecode.kernels.configs import DecodeConfig, next_power_of_2
+from flexdecode.kernels.tiles import (
+    cdiv,
+    count_units,
+    finish_rows,
+    finite_or_zero,
+    load_kv_len,
+    loop_bound,
+)
+
+RUN_TIME = (
+    "stride_ob stride_oh stride_ol stride_kv_len stride_tb stride_th kv_len Hq G Lq Lkv BLOCK_Q "
+    "num_splits"
+).split()
+ANY_ADDRESS = "sinks_ptr lse_ptr max_ptr kv_len_ptr kv_num_blocks_ptr full_kv_num_blocks_ptr".split()
+
+
+# Legend: B sequences, Hq query heads, G of them to a KV head, Lq query rows, DV the head dim of
+# values. A program owns one row (b, h, i); it takes SPLITS partial results at a time, and only
+# those that exist: the decode kernel wrote equal shares of the row's active units, so the counts
+# that it read say how many splits had work.
+@triton.jit(do_not_specialize=RUN_TIME, do_not_specialize_on_alignment=ANY_ADDRESS)
+def _reduce_kernel(
+    acc_ptr,  # [B, Hq, Lq, num_splits, DV] float32
+    m_ptr,  # [B, Hq, Lq, num_splits] float32, log2
+    l_ptr,  # [B, Hq, Lq, num_splits] float32
+    sinks_ptr,  # [Hq], or None
+    out_ptr,  # [B, Hq, Lq, DV]
+    stride_ob: tl.int64,
+    stride_oh: tl.int64,
+    stride_ol: tl.int64,
+    lse_ptr,  # [B, Hq, Lq] float32, or None
+    max_ptr,  # [B, Hq, Lq] float32, or None
+    kv_len_ptr,  # [B], or None
+    stride_kv_len: tl.int64,
+    kv_num_blocks_ptr,  # [B or 1, Hkv or 1, nQ] int32, or None
+    full_kv_num_blocks_ptr,
+    stride_tb: tl.int64,
+    stride_th: tl.int64,
+    kv_len: tl.int32,
+    Hq: tl.int32,
+    G: tl.int32,
+    Lq: tl.int32,
+    Lkv: tl.int32,
+    BLOCK_Q: tl.int32,
+    num_splits: tl.int32,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # -- which row, and how many splits wrote it ----
+    out_row = tl.program_id(0).to(tl.int64)
+    row = out_row % Lq
+    head = out_row // Lq % Hq
+    b = out_row // Lq // Hq
+    kv_len = load_kv_len(kv_len_ptr, stride_kv_len, kv_len, b, Lkv)
+    table_row = b * stride_tb + head // G * stride_th + row // BLOCK_Q
+    full, partial = count_units(
+        kv_num_blocks_ptr, full_kv_num_blocks_ptr, table_row, kv_len, KV_BLOCK, BLOCK_N
+    )
+    share = tl.maximum(cdiv(partial + full, num_splits), 1)
+    existing = cdiv(partial + full, share)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+    # -- join them ----
+    offs_s = tl.arange(0, SPLITS)
+    offs_d = tl.arange(0, BLOCK_DV)
+    m_i = tl.full((1,), float("-inf"), tl.float32)
+    l_i = tl.zeros((1,), tl.float32)
+    acc = tl.zeros((1, BLOCK_DV), tl.float32)
+    for start in tl.range(0, loop_bound(existing), SPLITS):
+        written = start + offs_s < existing  # [SPLITS]
+        part = out_row * num_splits + start + offs_s
+        m = tl.load(m_ptr + part, mask=written, other=float("-inf"))
+        l = tl.load(l_ptr + part, mask=written, other=0.0)
+        tile = tl.load(
+            acc_ptr + part[:, None] * DV + offs_d[None, :],
+            mask=written[:, None] & (offs_d < DV)[None, :],
+            other=0.0,
+        )  # [SPLITS, BLOCK_DV]
+        m_new = tl.maximum(m_i, tl.max(m, 0, keep_dims=True))  # [1]
+        m_safe = finite_or_zero(m_new)
+        alpha = tl.math.exp2(m_i - m_safe)
+        weight = tl.math.exp2(m - m_safe)  # [SPLITS]
+        l_i = l_i * alpha + tl.sum(l * weight, 0, keep_dims=True)
+        acc = acc * alpha[:, None] + tl.sum(tile * weight[:, None], 0, keep_dims=True)
+        m_i = m_new
+
+    # -- close the softmax ----
+    sink = None
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head + tl.arange(0, 1))
+    factor, lse, m = finish_rows(m_i, l_i, sink)
+    out = acc * factor[:, None]
+    out_ptrs = out_ptr + (b * stride_ob + head * stride_oh + row * stride_ol) + offs_d[None, :]
+    tl.store(out_ptrs, out, mask=(offs_d < DV)[None, :])
+    if lse_ptr is not None:
+        tl.store(lse_ptr + out_row + tl.arange(0, 1), lse)
+    if max_ptr is not None:
+        tl.store(max_ptr + out_row + tl.arange(0, 1), m)
+
+
+
+def launch_reduce(call: DecodeCall, config: DecodeConfig, partials: Partials) -> None:
+    """Launch the reduction of `partials` into the outputs of the call.
+
+    Reads ``(Dv + 2) * 4`` bytes per row and split that had work, writes the outputs.
+    """
+    out, tables = call.out, call.tables
+    B, Hq, Lq, Dv = out.shape
+    Hkv, Lkv = call.k.shape[1:3]
+    BLOCK_Q, KV_BLOCK = call.block_size(config.BLOCK_N)
+    stride_tb, stride_th = tables.strides() if tables is not None else (0, 0)
+    kv_len_ptr, stride_kv_len, kv_len = vector_stride(call.kv_len)
+    dependent = {"launch_pdl": True} if config.pdl else {}
+
+    _reduce_kernel[(B * Hq * Lq,)](
+        partials.acc,
+        partials.m,
+        partials.l,
+        call.sinks,
+        out,
+        *out.stride()[:3],
+        call.lse,
+        call.max_scores,
+        kv_len_ptr,
+        stride_kv_len,
+        tables.kv_num_blocks if tables is not None else None,
+        tables.full_kv_num_blocks if tables is not None else None,
+        stride_tb,
+        stride_th,
+        kv_len,
+        Hq,
+        Hq // Hkv,
+        Lq,
+        Lkv,
+        BLOCK_Q,
+        config.num_splits,
+        DV=Dv,
+        BLOCK_DV=next_power_of_2(Dv),
+        KV_BLOCK=KV_BLOCK,
+        BLOCK_N=config.BLOCK_N,
+        SPLITS=config.reduce_splits,
+        PDL=config.pdl,
+        num_warps=config.reduce_warps,
+        **dependent,
+    )

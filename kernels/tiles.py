@@ -1,0 +1,241 @@
+# mypy: allow-untyped-defs, allow-untyped-decorators
+"""Tile helpers: the words in which the decode kernel and the reduction are written.
+
+Head dims of any size are held as one or two power-of-two *pieces* (80 = 64 + 16, 576 = 512 + 64);
+a tile that spans a head dim is therefore a tuple of one or two tensors, columns in order.
+"""
+
+import os
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def cdiv(a, b):
+    """Smallest integer not below a / b, for a >= 0 and b > 0."""
+    return (a + b - 1) // b
+
+
+@triton.jit
+def loop_bound(n):
+    """Pass a scalar on to `tl.range`; Triton 3.6's interpreter needs a Python int from NumPy 2.4."""
+    if INTERPRETED:
+        return n.handle.data.item()
+    else:
+        return n
+
+
+@triton.jit
+def load_kv_len(kv_len_ptr, stride_kv_len, kv_len, b, capacity):
+    """Valid keys of sequence b, between none and all that the cache can hold."""
+    if kv_len_ptr is not None:
+        kv_len = tl.load(kv_len_ptr + b * stride_kv_len)
+    return tl.minimum(tl.maximum(kv_len, 0), capacity).to(tl.int32)
+
+
+@triton.jit
+def load_q_offset(q_offset_ptr, stride_q_offset, q_offset, b, kv_len, Lq, DERIVE: tl.constexpr):
+    """Position of query row 0: given, or such that the last query sits on the last key."""
+    if DERIVE:
+        return kv_len - Lq
+    elif q_offset_ptr is not None:
+        return tl.load(q_offset_ptr + b * stride_q_offset).to(tl.int32)
+    else:
+        return q_offset
+
+
+@triton.jit
+def count_units(
+    num_ptr,
+    full_num_ptr,
+    table_row,
+    kv_len,
+    KV_BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Units of BLOCK_N keys that a table row lists, as (full, partial).
+
+    Without a table every key is allowed: the units below kv_len are full, a cut one is partial.
+    """
+    SUBS: tl.constexpr = (KV_BLOCK + BLOCK_N - 1) // BLOCK_N
+    if num_ptr is None:
+        full = kv_len // BLOCK_N
+        partial = cdiv(kv_len, BLOCK_N) - full
+    else:
+        partial = tl.load(num_ptr + table_row) * SUBS
+        full = partial * 0
+        if full_num_ptr is not None:
+            full = tl.load(full_num_ptr + table_row) * SUBS
+    return full, partial
+
+
+@triton.jit
+def load_pieces(
+    ptr,
+    rows,  # [R], int64: where each row starts, in elements
+    stride_d,
+    lane,  # [R], int1, or None when every row may be read
+    DIM: tl.constexpr,
+    PIECE_0: tl.constexpr,
+    PIECE_1: tl.constexpr,
+):
+    """Rows of a head as a tuple of pieces, zero past DIM and where lane is false."""
+    piece_0 = load_piece(ptr, rows, stride_d, lane, 0, DIM, PIECE_0)  # [R, PIECE_0]
+    if PIECE_1 == 0:
+        return (piece_0,)
+    else:
+        return (piece_0, load_piece(ptr, rows, stride_d, lane, PIECE_0, DIM, PIECE_1))
+
+
+@triton.jit
+def load_piece(
+    ptr,
+    rows,
+    stride_d,
+    lane,
+    FIRST: tl.constexpr,
+    DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """Columns FIRST to FIRST + SIZE of some rows, zero past DIM and where lane is false."""
+    offs_d = FIRST + tl.arange(0, SIZE)
+    ptrs = ptr + (rows[:, None] + offs_d[None, :] * stride_d)  # [R, SIZE]
+    PADDED: tl.constexpr = FIRST + SIZE > DIM
+    if PADDED:
+        inside = (offs_d < DIM)[None, :]
+        if lane is not None:
+            inside = inside & lane[:, None]
+        return tl.load(ptrs, mask=inside, other=0.0)
+    elif lane is not None:
+        return tl.load(ptrs, mask=lane[:, None], other=0.0)
+    else:
+        return tl.load(ptrs)
+
+
+@triton.jit
+def store_pieces(
+    ptr,
+    rows,  # [R], int64: where each row starts, in elements
+    lane,  # [R], int1
+    pieces,
+    DIM: tl.constexpr,
+    PIECE_0: tl.constexpr,
+    PIECE_1: tl.constexpr,
+):
+    """Store real rows of a head, without the padding columns."""
+    offs_0 = tl.arange(0, PIECE_0)
+    inside = lane[:, None] & (offs_0 < DIM)[None, :]
+    tl.store(ptr + (rows[:, None] + offs_0[None, :]), pieces[0], mask=inside)
+    if PIECE_1 > 0:
+        offs_1 = PIECE_0 + tl.arange(0, PIECE_1)
+        inside = lane[:, None] & (offs_1 < DIM)[None, :]
+        tl.store(ptr + (rows[:, None] + offs_1[None, :]), pieces[1], mask=inside)
+
+
+@triton.jit
+def dot_pieces(q, k, INPUT_PRECISION: tl.constexpr):
+    """Inner products of query rows and key rows, float32, [BLOCK_M, BLOCK_N]."""
+    qk = tl.dot(q[0], tl.trans(k[0]), input_precision=INPUT_PRECISION)
+    if len(q) == 2:
+        qk = tl.dot(q[1], tl.trans(k[1]), qk, input_precision=INPUT_PRECISION)
+    return qk
+
+
+@triton.jit
+def accumulate_pieces(acc, alpha, p, v, INPUT_PRECISION: tl.constexpr):
+    """Rescale the running output and add p @ v, piece by piece."""
+    p = p.to(v[0].dtype)
+    acc_0 = tl.dot(p, v[0], acc[0] * alpha[:, None], input_precision=INPUT_PRECISION)
+    if len(v) == 2:
+        acc_1 = tl.dot(p, v[1], acc[1] * alpha[:, None], input_precision=INPUT_PRECISION)
+        return (acc_0, acc_1)
+    else:
+        return (acc_0,)
+
+
+@triton.jit
+def scale_pieces(acc, factor):
+    """Multiply each row of a tuple of pieces by its factor."""
+    if len(acc) == 2:
+        return (acc[0] * factor[:, None], acc[1] * factor[:, None])
+    else:
+        return (acc[0] * factor[:, None],)
+
+
+@triton.jit
+def drop_rows(pieces, keep):
+    """Replace the rows of a tile that are not kept by zeros, whatever they hold."""
+    piece_0 = tl.where(keep[:, None], pieces[0], 0.0)
+    if len(pieces) == 2:
+        return (piece_0, tl.where(keep[:, None], pieces[1], 0.0))
+    else:
+        return (piece_0,)
+
+
+@triton.jit
+def seen_by_a_row(keep, real, BLOCK_N: tl.constexpr):
+    """Return which keys a row of the tile may see, [BLOCK_N], from what a mask keeps of the tile."""
+    if len(keep.shape) == 2:
+        if keep.shape[0] > 1:
+            keep = keep & real[:, None]
+        keep = tl.max(keep.to(tl.int32), 0)
+    return tl.broadcast_to(keep != 0, (BLOCK_N,))
+
+
+@triton.jit
+def zero_pieces(ROWS: tl.constexpr, PIECE_0: tl.constexpr, PIECE_1: tl.constexpr):
+    """Return float32 zeros for a head's pieces."""
+    zero_0 = tl.zeros((ROWS, PIECE_0), tl.float32)
+    if PIECE_1 == 0:
+        return (zero_0,)
+    else:
+        return (zero_0, tl.zeros((ROWS, PIECE_1), tl.float32))
+
+
+@triton.jit
+def finite_or_zero(m):
+    """Replace the maximum of nothing (-inf) by 0, so that differences from it stay defined."""
+    return tl.where(m == float("-inf"), 0.0, m)
+
+
+@triton.jit
+def online_softmax_update(qk_log2, m_i, l_i):
+    """Fold one tile of log2 scores into the running maximum and the running sums.
+
+    The sums stay apart for each lane of the tile, [BLOCK_M, BLOCK_N]: adding them up once, after
+    the loop, saves an exchange between warps in every step. Returns the weights, the new maximum
+    and sums, and the factor that rescales older output.
+    """
+    m_new = tl.maximum(m_i, tl.max(qk_log2, 1))  # [BLOCK_M]
+    m_safe = finite_or_zero(m_new)
+    alpha = tl.math.exp2(m_i - m_safe)
+    p = tl.math.exp2(qk_log2 - m_safe[:, None])  # [BLOCK_M, BLOCK_N]
+    return p, m_new, l_i * alpha[:, None] + p, alpha
+
+
+@triton.jit
+def finish_rows(m_i, l_i, sink):
+    """Close the softmax: the factor for the accumulator, the LSE and the maximum in natural log.
+
+    A sink takes its share of the mass here, once, and gives no value; None without sinks.
+    """
+    if sink is not None:
+        sink_log2 = sink.to(tl.float32) * LOG2E
+        m_all = tl.maximum(m_i, sink_log2)
+        m_safe = finite_or_zero(m_all)
+        rescale = tl.math.exp2(m_i - m_safe)
+        l_all = l_i * rescale + tl.math.exp2(sink_log2 - m_safe)
+    else:
+        m_all = m_i
+        rescale = tl.full(m_i.shape, 1.0, tl.float32)
+        l_all = l_i
+    # An empty row has l = 0: it divides by 1 and keeps its zero output.
+    empty = l_all == 0.0
+    factor = rescale / tl.where(empty, 1.0, l_all)
+    lse = tl.where(empty, float("-inf"), m_all * LN2 + tl.log(l_all))
+    return factor, lse, m_i * LN2
