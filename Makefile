@@ -10,7 +10,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip --disable-pip-version-check --quiet install
+PIP := $(BIN)/pip --disable-pip-version-check --quiet --quiet install
 STAMPS := $(VENV)/stamps
 
 .PHONY: demo test lint docs bench clean
