@@ -236,8 +236,8 @@ class _Tile:
         if call.splits > 1:
             keys = min(keys, size * -(-len(active) // call.splits))
         step = max(1, keys // size)
-        if scattered:  # partial blocks first, so that their columns are one range
-            strips = [active[np.argsort(full[active], kind="stable")]]
+        if scattered:  # partial blocks last, among them the one that crosses the end
+            strips = [active[np.argsort(~full[active], kind="stable")]]
         else:
             strips = np.split(active, cuts)
         end = int(call.lengths[batch if call.ragged else slice(None)].max())
