@@ -174,12 +174,10 @@ class BlockMask:
         >>> mask.to_dense()
         tensor([[[[0, 1]]]], dtype=torch.int32)
         """
-        if isinstance(kv_num_blocks, Tensor):
-            B, H, _ = checked_table("", kv_num_blocks, kv_indices, None)
+        B, H, nQ = checked_table("", kv_num_blocks, kv_indices, None)
         if full_kv_num_blocks is not None or full_kv_indices is not None:
             checked_table("full_", full_kv_num_blocks, full_kv_indices, kv_num_blocks)
         block = block_size(BLOCK_SIZE)
-        nQ = kv_num_blocks.shape[2]
         q_len, capacity = nQ * block[0], None
         columns = -1  # not known before a call
         if seq_lengths is not None:

@@ -372,8 +372,10 @@ def _ordered(listed: Tensor, compact: bool) -> tuple[Tensor, Tensor]:
     counts = listed.sum(-1, dtype=torch.int32)
     if compact:
         columns = int(counts.max()) if counts.numel() else 0
-    if listed.device.type == "cpu":
-        indices = torch.zeros((*rows, columns), dtype=torch.int32)
+    if listed.device.type == "cpu" or listed.numel() == 0:
+        indices = torch.zeros((*rows, columns), dtype=torch.int32, device=listed.device)
+        if listed.numel() == 0:
+            return counts, indices
         row, column = listed.reshape(-1, listed.shape[-1]).nonzero(as_tuple=True)
         if counts.numel() == 1:
             indices.view(-1)[: len(column)] = column
@@ -431,7 +433,8 @@ def check_numbers(tables: Tables) -> None:
             wanted = "numbers of at least 0" if nKV < 0 else f"numbers in [0, {nKV})"
             raise ValueError(f"{prefix}kv_indices: expected {wanted}, got {wrong}")
         # Every place that is not listed gets a number of its own.
-        spare = -1 - torch.arange(width, dtype=indices.dtype) - width * len(seen)
+        places = sum(part.shape[-1] for part in seen)
+        spare = -1 - places - torch.arange(width, dtype=indices.dtype)
         seen.append(torch.where(listed, indices, spare))
     numbers = torch.cat(seen, -1).sort(-1).values if seen else torch.zeros(0, 1)
     twice = numbers[..., 1:] == numbers[..., :-1]
