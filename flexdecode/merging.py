@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -86,9 +87,11 @@ def merge_attentions(
     total = weights.sum(0)
     nobody = empty.all(0)
     total = total.masked_fill(nobody, 1.0)
-    # Out of an empty part comes nothing, not even a NaN times 0.
-    values = out.to(wide).masked_fill(empty.unsqueeze(-1), 0.0)
-    merged = (values * weights.unsqueeze(-1)).sum(0) / total.unsqueeze(-1)
+    # Out of an empty part comes nothing, not even a NaN times 0; -0.0 is what adds nothing to -0.0.
+    values = out.to(wide).masked_fill(empty.unsqueeze(-1), -0.0)
+    terms = (values * weights.unsqueeze(-1)).unbind(0)
+    merged = functools.reduce(torch.add, terms) / total.unsqueeze(-1)
+    merged = merged.masked_fill(nobody.unsqueeze(-1), 0.0)
     merged_lse = (total.log() + top).masked_fill(nobody, -torch.inf)
     return merged.to(out.dtype), merged_lse.to(lse.dtype)
 
