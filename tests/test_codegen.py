@@ -1,5 +1,6 @@
 """Printed mods: the same values as `evaluate`, stable text, one function for equal structure."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -57,8 +58,8 @@ def test_printed_mods_equal_evaluation(kind):
             q_idx = (torch.arange(4)[:, None] * 11 + 2) % 40
             kv_idx = torch.arange(64)[None, :]
             expected = evaluate(traced, 1, h, q_idx, kv_idx, score).expand(4, 64).float()
-            function, args = lower(traced, flavour)
-            args = tuple(a.to(device) if isinstance(a, torch.Tensor) else a for a in args)
+            there = tuple(capture.to(device) for capture in traced.captures)
+            function, args = lower(dataclasses.replace(traced, captures=there), flavour)
             out = torch.full((4, 64), float("nan"), device=device)
             _apply_kernel[(1,)](out, score.to(device), 1, function, kind == "mask", args)
             got = out.cpu()[:3, :40]

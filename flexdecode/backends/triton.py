@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from flexdecode.codegen import Flavour, lower
 from flexdecode.kernels import configs
@@ -69,8 +70,28 @@ def run(request: Request) -> Result:
     )
     config = _config(problem, tables, request.k, request.options)
     with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
-        decode(call, config)
+        _decode_within_limits(call, config)
     return Result(out, lse, max_scores)
+
+
+# Configurations that a device turned out to be too small for, and what ran instead.
+_fitting: dict[configs.DecodeConfig, configs.DecodeConfig] = {}
+
+
+def _decode_within_limits(call: DecodeCall, config: configs.DecodeConfig) -> None:
+    """Launch; where the compiler needed more shared memory than estimated, take smaller tiles."""
+    asked, config = config, _fitting.get(config, config)
+    while True:
+        try:
+            return decode(call, config)
+        except OutOfResources:
+            if config.num_stages > 1:
+                config = dataclasses.replace(config, num_stages=config.num_stages - 1)
+            elif config.BLOCK_N > configs.MIN_TILE:
+                config = dataclasses.replace(config, BLOCK_N=config.BLOCK_N // 2)
+            else:
+                raise
+            _fitting[asked] = config
 
 
 def _mod(traced: Traced | None, flavour: Flavour) -> Mod | None:
