@@ -3,6 +3,7 @@
 from flexdecode.api import AuxOutput, AuxRequest, attention
 from flexdecode.block_mask import BlockMask, create_block_mask
 from flexdecode.codegen import show_code
+from flexdecode.compilation import compile_count
 from flexdecode.merging import merge_attentions
 from flexdecode.mods import and_masks, mask_mod, not_mask, or_masks
 
@@ -12,6 +13,7 @@ __all__ = [
     "BlockMask",
     "and_masks",
     "attention",
+    "compile_count",
     "create_block_mask",
     "mask_mod",
     "merge_attentions",

@@ -55,13 +55,13 @@ def build_device_tables(mask: Traced, extent: Extent, buffers: Tables | None = N
 
 
 def _launch(mask: Traced, extent: Extent, buffers: object) -> None:
-    from flexdecode.codegen import lower
+    from flexdecode.codegen import Flavour, lower
     from flexdecode.kernels.call import Mod
     from flexdecode.kernels.tables import TableBuffers, launch_tables
 
     assert isinstance(buffers, TableBuffers)
     on_gpu = extent.device.type == "cuda"
-    flavour = "interpret" if not on_gpu else "hip" if torch.version.hip else "cuda"
+    flavour: Flavour = "interpret" if not on_gpu else "hip" if torch.version.hip else "cuda"
     with torch.cuda.device(extent.device) if on_gpu else contextlib.nullcontext():
         launch_tables(
             Mod(*lower(mask, flavour)),
