@@ -80,6 +80,7 @@ def test_fc34_lse_is_natural_and_exact(backend: Backend, splits: int | None) -> 
 
 
 @every_backend
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # NumPy, interpreting
 @pytest.mark.parametrize("poison", POISON, ids=str)
 def test_fc38_unused_slots_change_no_bit(backend: Backend, poison: float) -> None:
     kv_len = torch.tensor([32, 64, 96, 48])
@@ -178,7 +179,7 @@ def test_fc47_a_sink_joins_once(backend: Backend, splits: int) -> None:
 
 @every_backend
 def test_fc51_seventy_thousand_sequences_of_one_key(backend: Backend) -> None:
-    B = 70_000 if not backend.slow else 100  # the limit is the hardware's, not the interpreter's
+    B = 70_000 if not backend.slow else 20  # the limit is the hardware's, not the interpreter's
     q, k, v = (x.to(backend.device) for x in random_inputs(B, 1, 1, 1, 1, 16))
     assert torch.equal(attention(q, k, v, backend=backend.name), v)
     kv_len = torch.arange(B, device=backend.device) % 2
