@@ -1,0 +1,1 @@
+"""Benchmarks: one table of cases, timed for this library and for its peers."""

@@ -1,0 +1,55 @@
+"""Unpack peers that travel as files: wheels, and FlashAttention-3 as one compressed library.
+
+``python -m benchmarks.peers FROM TO`` or ``--peers FROM`` of ``benchmarks.run``.
+"""
+
+from __future__ import annotations
+
+import lzma
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+__all__ = ["unpack"]
+
+# Which files a provider needs, as patterns; the others stay packed.
+_FILES = {
+    "fa3": ("_vllm_fa3_C.*.xz",),
+    "flashinfer": ("flashinfer*.whl", "apache_tvm_ffi*.whl", "nvidia_cudnn_frontend*.whl"),
+    "xformers": ("xformers*.whl",),
+}
+
+
+def unpack(source: Path, target: Path, providers: list[str] | None = None) -> None:
+    """Unpack what is not there yet.
+
+    Parameters
+    ----------
+    source : Path
+        Folder with wheels and ``*.xz``.
+    target : Path
+        Libraries land in it, packages in its folder ``site``.
+    providers : list of str, optional
+        Only what these need.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    wanted = [name for name in _FILES if providers is None or name in providers]
+    for path in (p for name in wanted for pattern in _FILES[name] for p in source.glob(pattern)):
+        done = target / f"{path.name}.done"
+        if done.exists():
+            continue
+        if path.suffix == ".xz":
+            with lzma.open(path) as packed, (target / path.stem).open("wb") as library:
+                shutil.copyfileobj(packed, library, 1 << 24)
+        else:
+            command = ["-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
+            site = str(target / "site")
+            subprocess.run(
+                [sys.executable, *command, "--upgrade", "--target", site, str(path)], check=True
+            )
+        done.touch()
+
+
+if __name__ == "__main__":
+    unpack(Path(sys.argv[1]), Path(sys.argv[2]))
