@@ -18,7 +18,7 @@ FOLDERS = {"flexdecode": "flexdecode", "kernels": "flexdecode.kernels", "masks":
 # Down only. Names stand without "flexdecode."; a name allows its submodules too. The package
 # itself, with the public names, is "flexdecode".
 MAY_IMPORT = {
-    "flexdecode": "api block_mask codegen explanation merging mods problem quantization",
+    "flexdecode": "api block_mask codegen compilation explanation merging mods problem quantization",
     "__main__": "backends demo",
     "api": "backends block_mask checks mods plan problem quantization trace",
     "backends": "problem",
@@ -33,6 +33,7 @@ MAY_IMPORT = {
     "closures": "mods operations",
     "codegen": "graph kernels mods trace",
     "compat": "api block_mask checks merging mods",
+    "compilation": "",
     "demo": "flexdecode",
     "device_tables": "codegen kernels tables",
     "distributed": "api checks merging",
@@ -41,7 +42,7 @@ MAY_IMPORT = {
     "graph": "",
     "integrations": "",
     "integrations.transformers": "api block_mask checks merging mods",
-    "intervals": "evaluate graph trace",
+    "intervals": "evaluate graph proxies range_tables trace",
     "kernels": "kernels",
     "mask_algebra": "block_predicates mask_arguments",
     "mask_arguments": "checks trace",
@@ -53,6 +54,7 @@ MAY_IMPORT = {
     "problem": "",
     "proxies": "graph operations",
     "quantization": "checks",
+    "range_tables": "",
     "softmax": "",
     "tables": "device_tables evaluate graph intervals trace",
     "trace": "closures graph mods operations proxies",
