@@ -18,7 +18,7 @@ FOLDERS = {"flexdecode": "flexdecode", "kernels": "flexdecode.kernels", "masks":
 # Down only. Names stand without "flexdecode."; a name allows its submodules too. The package
 # itself, with the public names, is "flexdecode".
 MAY_IMPORT = {
-    "flexdecode": "api block_mask codegen compilation explanation merging mods problem quantization",
+    "flexdecode": "api block_mask codegen compilation explanation merging mods quantization",
     "__main__": "backends demo",
     "api": "backends block_mask checks mods plan problem quantization trace",
     "backends": "problem",
