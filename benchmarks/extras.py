@@ -21,9 +21,12 @@ from benchmarks.inputs import Pool
 from benchmarks.providers import Provider
 from benchmarks.records import Record
 from benchmarks.rules import make_rules
-from benchmarks.timing import time_graph, time_host, time_wall
+from benchmarks.timing import time_graph, time_host, time_limit, time_wall
 
 __all__ = ["EXTRAS", "first_calls", "host_calls", "tables"]
+
+EXTRAS = ("tables", "host", "first")
+_LIMIT = 120.0  # seconds for one number
 
 _HOST = (
     Case("host, no mask", "host", 1, 32, 8, 1024),
@@ -73,16 +76,19 @@ def host_calls(providers: list[Provider], pool: Pool, tiny: bool) -> Iterator[Re
 
 
 class _failures:
-    """Turn an error inside the block into a record."""
+    """Turn an error inside the block, or too long a wait, into a record."""
 
     def __init__(self, operation: str, group: str, case: str, provider: str) -> None:
         self.make = partial(Record, operation, group, case, provider, "failed")
         self.record: Record | None = None
+        self.clock = time_limit(_LIMIT)
 
     def __enter__(self) -> _failures:
+        self.clock.__enter__()
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
+        self.clock.__exit__(None, None, None)
         if isinstance(error, Exception):
             self.record = self.make(note=f"{type(error).__name__}: {error}".splitlines()[0][:200])
             return True
@@ -249,6 +255,3 @@ def first_calls(device: torch.device, backend: str, tiny: bool) -> Iterator[Reco
             ):
                 us = seconds[what] * 1e6
                 yield Record("first call", "first", name, "flexdecode", median=us, p20=us, p80=us)
-
-
-EXTRAS = ("tables", "host", "first")

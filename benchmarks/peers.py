@@ -45,9 +45,12 @@ def unpack(source: Path, target: Path, providers: list[str] | None = None) -> No
         else:
             command = ["-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
             site = str(target / "site")
-            subprocess.run(
-                [sys.executable, *command, "--upgrade", "--target", site, str(path)], check=True
+            run = subprocess.run(
+                [sys.executable, *command, "--upgrade", "--target", site, str(path)]
             )
+            if run.returncode:  # a peer that this machine cannot take must not end the run
+                print(f"{path.name}: not installed", flush=True)
+                continue
         done.touch()
 
 

@@ -93,15 +93,16 @@ class Runner:
                 print(f"{name}: skipped, {reason}", flush=True)
         self.l2_bytes, self.read_rate = 0, 0.0
         self.pool = Pool(self._pool_elements(), self.dtype, self.device)
-        if self.on_gpu:
+        if self.on_gpu and self.cases:
             self.l2_bytes = torch.cuda.get_device_properties(self.device).L2_cache_size
+            print("filled the pool, measuring the read rate", flush=True)
             self.read_rate = measure_read_rate(self.pool.numbers)
             self.results.environment["read_rate"] = self.read_rate
             print(f"pure read: {self.read_rate / 1e12:.3f} TB/s", flush=True)
 
     def _pool_elements(self) -> int:
-        if not self.on_gpu:
-            return max((4 * case.stored_elements() for case in self.cases), default=0) + (1 << 20)
+        if not self.on_gpu or not self.cases:
+            return max((4 * case.stored_elements() for case in self.cases), default=0) + (1 << 24)
         free, _ = torch.cuda.mem_get_info(self.device)
         return int(min(self.arguments.pool * _GIB, 0.5 * free)) // self.itemsize // 1024 * 1024
 
