@@ -75,6 +75,8 @@ class Runner:
         self.start = time.perf_counter()
         self.device = torch.device(arguments.device)
         self.on_gpu = self.device.type == "cuda"
+        if self.on_gpu and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
         self.itemsize = self.dtype.itemsize
         self.results = Results(arguments.out, self.device)
