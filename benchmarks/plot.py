@@ -35,10 +35,9 @@ def draw(records: list[Record], title: str = "") -> Any:
     lines = [group for group in ("lengths", "density") if any(r.group == group for r in timed)]
     cases = list(dict.fromkeys(r.case for r in bars))
     height = max(4.0, 0.16 * len(bars) + 0.1 * len(cases))
-    figure = Figure(figsize=(12, height + (4 if lines else 0)), layout="constrained")
-    parts = figure.subfigures(2 if lines else 1, 1, squeeze=False)[:, 0]
-    if lines:
-        parts[0].set_facecolor("none")
+    heights = [height, 4.5] if lines else [height]
+    figure = Figure(figsize=(12, sum(heights)), layout="constrained")
+    parts = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
     _draw_bars(parts[0].subplots(), bars, cases, colours)
     if lines:
         places = parts[1].subplots(1, len(lines), squeeze=False)[0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -115,15 +116,14 @@ def _number(value: float | None) -> str:
 
 
 def show(records: list[Record]) -> None:
-    """Print the tables, with rich where it is installed."""
-    try:
-        import rich.console
-        import rich.table
-    except ImportError:
+    """Print the tables: with rich on a terminal if it is installed, else in plain columns."""
+    console = _console()
+    if console is None:
         for table in make_tables(records):
             print(f"\n{table.group}\n{table.plain()}")
         return
-    console = rich.console.Console(width=None if rich.console.Console().is_terminal else 150)
+    import rich.table
+
     for table in make_tables(records):
         pretty = rich.table.Table(title=table.group, caption=table.foot or None)
         for i, name in enumerate(table.head):
@@ -131,6 +131,16 @@ def show(records: list[Record]) -> None:
         for row in table.rows:
             pretty.add_row(*row)
         console.print(pretty)
+
+
+def _console() -> Any:
+    if not sys.stdout.isatty():  # a log is read with fewer columns and no frames
+        return None
+    try:
+        import rich.console
+    except ImportError:
+        return None
+    return rich.console.Console()
 
 
 def fill_page(text: str, environment: dict[str, Any], records: list[Record]) -> str:
