@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 MIN_TILE = 16  # the smallest side of a matrix instruction
+MIN_REST = 32  # a second piece of 16 columns costs more registers than it saves memory
 MAX_BLOCK_M = 128
 BLOCK_N_CHOICES = (16, 32, 64, 128, 256)
 WARP_CHOICES = (1, 2, 4, 8)
@@ -85,7 +86,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def split_dim(dim: int) -> tuple[int, int]:
-    """Cover a head dim with one or two power-of-two pieces of at least 16, wasting little.
+    """Cover a head dim with one or two power-of-two pieces, wasting little.
 
     Returns
     -------
@@ -95,15 +96,12 @@ def split_dim(dim: int) -> tuple[int, int]:
     Examples
     --------
     >>> [split_dim(dim) for dim in (4, 80, 96, 120, 128, 576)]
-    [(16, 0), (64, 16), (64, 32), (128, 0), (128, 0), (512, 64)]
+    [(16, 0), (64, 32), (64, 32), (128, 0), (128, 0), (512, 64)]
     """
     whole = next_power_of_2(max(dim, MIN_TILE))
     half = whole // 2
-    if half >= MIN_TILE and dim > half:
-        rest = next_power_of_2(max(dim - half, MIN_TILE))
-        if half + rest < whole:
-            return half, rest
-    return whole, 0
+    rest = next_power_of_2(max(dim - half, MIN_REST))
+    return (half, rest) if half + rest < whole else (whole, 0)
 
 
 def shared_memory_bytes(
@@ -184,10 +182,9 @@ def choose_config(
     units = max(ceil_div(keys, BLOCK_N), 1)
     num_splits = _choose_splits(programs, units, device, options)
 
-    reduce_splits = min(
-        next_power_of_2(num_splits), max(REDUCE_ELEMENTS // next_power_of_2(Dv), 1), 64
-    )
-    reduce_warps = max(1, min(4, reduce_splits * next_power_of_2(Dv) // 512))
+    # Two sizes only: each is a kernel of its own, and absent splits cost no memory traffic.
+    reduce_splits = 16 if num_splits <= 16 else 64
+    reduce_splits = min(reduce_splits, max(REDUCE_ELEMENTS // next_power_of_2(Dv), 1))
     return DecodeConfig(
         BLOCK_M=BLOCK_M,
         BLOCK_N=BLOCK_N,
@@ -197,8 +194,7 @@ def choose_config(
         num_warps=num_warps,
         num_stages=num_stages,
         reduce_splits=reduce_splits,
-        reduce_warps=reduce_warps,
-        pdl=device.pdl and num_splits > 1,
+        pdl=device.pdl,
     )
 
 
@@ -255,7 +251,8 @@ def _choose_loop(
         if divisor < MIN_TILE:
             block_n = min(64, next_power_of_2(max(min(KV_BLOCK, 64), MIN_TILE)))
     BLOCK_N = options.get("BLOCK_N", block_n)
-    num_warps = options.get("num_warps", 4 if BLOCK_M <= 64 else 8)
+    # The output tile lives in registers: at most 64 of them in a thread.
+    num_warps = options.get("num_warps", 4 if BLOCK_M * sum(split_dim(Dv)) <= 8192 else 8)
     num_stages = options.get("num_stages", 3)
 
     def needed(n: int, stages: int) -> int:
@@ -281,9 +278,7 @@ def _choose_loop(
     return BLOCK_N, num_warps, num_stages
 
 
-def _choose_splits(
-    programs: int, units: int, device: Device, options: Mapping[str, int]
-) -> int:
+def _choose_splits(programs: int, units: int, device: Device, options: Mapping[str, int]) -> int:
     """Share each tile's units among enough programs to fill the device, and no more."""
     if "num_splits" in options:
         num_splits = options["num_splits"]

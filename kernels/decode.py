@@ -54,8 +54,8 @@ RUN_TIME = (
 ).split()
 # Small arrays that may be views at any address.
 ANY_ADDRESS = (
-    "bias_ptr sinks_ptr lse_ptr max_ptr kv_len_ptr q_offset_ptr kv_num_blocks_ptr kv_indices_ptr "
-    "full_kv_num_blocks_ptr full_kv_indices_ptr block_state_ptr"
+    "bias_ptr sinks_ptr lse_ptr max_ptr m_ptr l_ptr kv_len_ptr q_offset_ptr kv_num_blocks_ptr "
+    "kv_indices_ptr full_kv_num_blocks_ptr full_kv_indices_ptr block_state_ptr"
 ).split()
 
 
@@ -175,8 +175,8 @@ def attend(
 # its keys and one tile of BLOCK_M rows: TG query heads of the group times TQ query rows, row m of
 # the tile being head m // TQ and query m % TQ. Blocks of the table are BLOCK_Q x KV_BLOCK; a tile
 # never straddles two of its rows. A block is worked through in units of BLOCK_N keys.
-# Strides of k and v are in units of ALIGN elements, those of q and out in units of ALIGN_Q: a product
-# with it tells the compiler how wide it may load, while the strides stay run-time values.
+# Strides of k and v are in units of ALIGN elements, those of q and out in units of ALIGN_Q: the
+# product tells the compiler how wide it may load, while the strides stay run-time values.
 @triton.jit(do_not_specialize=RUN_TIME, do_not_specialize_on_alignment=ANY_ADDRESS)
 def _decode_kernel(
     q_ptr,  # [B, Hq, Lq, D]
@@ -347,6 +347,9 @@ def _decode_kernel(
         q_idx = tl.zeros((1, 1), tl.int32) + q_offset
     else:
         q_idx = (q_offset + row.to(tl.int32))[:, None]  # [BLOCK_M, 1]
+
+    # Drops nothing; keeps the compiler from waiting for q before the keys' addresses are known.
+    q = drop_rows(q, real)
 
     # -- attend: full blocks with neither mask nor bounds, partial ones with both ----
     m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)

@@ -19,7 +19,9 @@ RUN_TIME = (
     "stride_ob stride_oh stride_ol stride_kv_len stride_tb stride_th kv_len Hq G Lq Lkv BLOCK_Q "
     "num_splits"
 ).split()
-ANY_ADDRESS = "sinks_ptr lse_ptr max_ptr kv_len_ptr kv_num_blocks_ptr full_kv_num_blocks_ptr".split()
+ANY_ADDRESS = (
+    "m_ptr l_ptr sinks_ptr lse_ptr max_ptr kv_len_ptr kv_num_blocks_ptr full_kv_num_blocks_ptr"
+).split()
 
 
 # Legend: B sequences, Hq query heads, G of them to a KV head, Lq query rows, DV the head dim of
@@ -109,7 +111,6 @@ def _reduce_kernel(
         tl.store(lse_ptr + out_row + tl.arange(0, 1), lse)
     if max_ptr is not None:
         tl.store(max_ptr + out_row + tl.arange(0, 1), m)
-
 
 
 def launch_reduce(call: DecodeCall, config: DecodeConfig, partials: Partials) -> None:

@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-untyped-decorators
 """Tile helpers: the words in which the decode kernel and the reduction are written.
 
-Head dims of any size are held as one or two power-of-two *pieces* (80 = 64 + 16, 576 = 512 + 64);
+Head dims of any size are held as one or two power-of-two *pieces* (96 = 64 + 32, 576 = 512 + 64);
 a tile that spans a head dim is therefore a tuple of one or two tensors, columns in order.
 """
 
@@ -23,7 +23,7 @@ def cdiv(a, b):
 
 @triton.jit
 def loop_bound(n):
-    """Pass a scalar on to `tl.range`; Triton 3.6's interpreter needs a Python int from NumPy 2.4."""
+    """Pass a scalar to `tl.range`; with NumPy 2.4, Triton 3.6's interpreter needs a Python int."""
     if INTERPRETED:
         return n.handle.data.item()
     else:
@@ -138,11 +138,21 @@ def store_pieces(
 
 
 @triton.jit
+def dot(a, b, acc, INPUT_PRECISION: tl.constexpr):
+    """Return a @ b + acc in float32; the interpreter would multiply the bits of bfloat16."""
+    if INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=INPUT_PRECISION)
+
+
+@triton.jit
 def dot_pieces(q, k, INPUT_PRECISION: tl.constexpr):
     """Inner products of query rows and key rows, float32, [BLOCK_M, BLOCK_N]."""
-    qk = tl.dot(q[0], tl.trans(k[0]), input_precision=INPUT_PRECISION)
+    qk = tl.zeros((q[0].shape[0], k[0].shape[0]), tl.float32)
+    qk = dot(q[0], tl.trans(k[0]), qk, INPUT_PRECISION)
     if len(q) == 2:
-        qk = tl.dot(q[1], tl.trans(k[1]), qk, input_precision=INPUT_PRECISION)
+        qk = dot(q[1], tl.trans(k[1]), qk, INPUT_PRECISION)
     return qk
 
 
@@ -150,10 +160,9 @@ def dot_pieces(q, k, INPUT_PRECISION: tl.constexpr):
 def accumulate_pieces(acc, alpha, p, v, INPUT_PRECISION: tl.constexpr):
     """Rescale the running output and add p @ v, piece by piece."""
     p = p.to(v[0].dtype)
-    acc_0 = tl.dot(p, v[0], acc[0] * alpha[:, None], input_precision=INPUT_PRECISION)
+    acc_0 = dot(p, v[0], acc[0] * alpha[:, None], INPUT_PRECISION)
     if len(v) == 2:
-        acc_1 = tl.dot(p, v[1], acc[1] * alpha[:, None], input_precision=INPUT_PRECISION)
-        return (acc_0, acc_1)
+        return (acc_0, dot(p, v[1], acc[1] * alpha[:, None], INPUT_PRECISION))
     else:
         return (acc_0,)
 
@@ -179,7 +188,7 @@ def drop_rows(pieces, keep):
 
 @triton.jit
 def seen_by_a_row(keep, real, BLOCK_N: tl.constexpr):
-    """Return which keys a row of the tile may see, [BLOCK_N], from what a mask keeps of the tile."""
+    """Return which keys some row of the tile may see, [BLOCK_N], from what a mask keeps."""
     if len(keep.shape) == 2:
         if keep.shape[0] > 1:
             keep = keep & real[:, None]
@@ -234,8 +243,6 @@ def finish_rows(m_i, l_i, sink):
         m_all = m_i
         rescale = tl.full(m_i.shape, 1.0, tl.float32)
         l_all = l_i
-    # An empty row has l = 0: it divides by 1 and keeps its zero output.
-    empty = l_all == 0.0
-    factor = rescale / tl.where(empty, 1.0, l_all)
-    lse = tl.where(empty, float("-inf"), m_all * LN2 + tl.log(l_all))
-    return factor, lse, m_i * LN2
+    # An empty row has l = 0 and m = -inf: it divides by 1, which keeps its output 0 and LSE -inf.
+    l_all = tl.where(l_all == 0.0, 1.0, l_all)
+    return rescale / l_all, m_all * LN2 + tl.log(l_all), m_i * LN2

@@ -1,0 +1,248 @@
+"""Compile the kernels ahead of time, for devices that are not there. Run as a script.
+
+``python tests/aot_variants.py cuda:90`` compiles the variants of one target through the ordinary
+launchers, whose launches are intercepted, and prints one JSON record a kernel. The signature and
+the specialisation are therefore exactly those of a real call.
+"""
+
+import contextlib
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from flexdecode.kernels.call import BlockTables, DecodeCall, Mod
+from flexdecode.kernels.configs import Device, choose_config
+from flexdecode.kernels.decode import decode
+
+TARGETS = {
+    "cuda:80": (GPUTarget("cuda", 80, 32), Device(processors=108, shared_memory=166912)),
+    "cuda:90": (GPUTarget("cuda", 90, 32), Device(132, shared_memory=232448, pdl=True)),
+    "hip:gfx942": (GPUTarget("hip", "gfx942", 64), Device(304, shared_memory=65536)),
+}
+
+
+@triton.jit
+def causal_mask(b, h, q_idx, kv_idx, lane, args):
+    return kv_idx <= q_idx
+
+
+@triton.jit
+def document_mask(b, h, q_idx, kv_idx, lane, args):
+    return tl.load(args[0] + q_idx) == tl.load(args[0] + kv_idx, mask=kv_idx < args[1], other=-1)
+
+
+@triton.jit
+def alibi_score(score, b, h, q_idx, kv_idx, lane, args):
+    return score + tl.load(args[0] + h, mask=lane, other=0.0) * (kv_idx - q_idx) * args[1]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kernel that users meet: what its call looks like."""
+
+    B: int = 1
+    Hkv: int = 8
+    G: int = 4
+    Lq: int = 1
+    Lkv: int = 8192
+    dims: tuple[int, int] = (128, 128)
+    dtype: torch.dtype = torch.bfloat16
+    block: tuple[int, int] | None = None
+    full: bool = True
+    exact: bool = True
+    mask: str = ""
+    score: str = ""
+    kv_len: str = "int"
+    per_head: bool = False
+    bias: bool = False
+    sinks: bool = False
+    aux: bool = False
+    strided: bool = False
+    tf32: bool = False
+    options: tuple[tuple[str, int], ...] = ()
+
+
+EVERYWHERE = {
+    "dense": Variant(),
+    "causal": Variant(block=(128, 128), mask="causal", kv_len="tensor"),
+    "documents": Variant(B=16, block=(128, 128), mask="documents", score="alibi", aux=True),
+    "speculative": Variant(B=64, Lq=4, block=(16, 32), mask="causal", exact=False, sinks=True),
+    "latent": Variant(Hkv=1, G=128, dims=(576, 512), kv_len="tensor"),
+    "float32": Variant(dims=(64, 64), dtype=torch.float32, block=(128, 128), mask="causal"),
+    "per head": Variant(block=(128, 64), mask="causal", per_head=True, dims=(80, 80)),
+}
+ON_ONE_TARGET = {
+    "direct": Variant(B=64, Lkv=4096, dims=(64, 64), aux=True),
+    "prefill": Variant(Lq=512, block=(128, 128), mask="causal", dtype=torch.float16),
+    "tf32": Variant(dtype=torch.float32, tf32=True, bias=True),
+    "odd": Variant(dims=(31, 31), G=71, Hkv=1, strided=True, block=(128, 20), mask="causal"),
+    "small": Variant(dims=(4, 4), block=(128, 8), mask="documents"),
+    "wide": Variant(B=8, G=2, dims=(256, 256), block=(128, 128), full=False, mask="causal"),
+    "mqa": Variant(B=8, Hkv=1, G=16, Lkv=32768, options=(("BLOCK_N", 128), ("num_stages", 4))),
+}
+
+
+def make_call(variant, device):
+    """Return a variant's call on CPU tensors, and its configuration."""
+    B, Hkv, Lq, Lkv = variant.B, variant.Hkv, variant.Lq, variant.Lkv
+    D, Dv = variant.dims
+    Hq = Hkv * variant.G
+
+    def tensor(*shape):
+        step = 2 if variant.strided else 1
+        return torch.empty(*shape[:-1], shape[-1] * step, dtype=variant.dtype)[..., ::step]
+
+    tables = None
+    if variant.block is not None:
+        rows, columns = -(-Lq // variant.block[0]), -(-Lkv // variant.block[1])
+        count = torch.empty(1, 1, rows, dtype=torch.int32)
+        indices = torch.empty(1, 1, rows, columns, dtype=torch.int32)
+        state = torch.empty(1, Hq, rows, columns, dtype=torch.uint8)
+        tables = BlockTables(
+            count,
+            indices,
+            count.clone() if variant.full else None,
+            indices.clone() if variant.full else None,
+            variant.block,
+            variant.exact,
+            state if variant.per_head else None,
+        )
+    masks = {
+        "causal": Mod(causal_mask),
+        "documents": Mod(document_mask, (torch.empty(Lkv, dtype=torch.int32), float(Lkv))),
+    }
+    config = choose_config(
+        B=B,
+        Hkv=Hkv,
+        G=variant.G,
+        Lq=Lq,
+        D=D,
+        Dv=Dv,
+        itemsize=variant.dtype.itemsize,
+        keys=Lkv,
+        device=device,
+        BLOCK_Q=variant.block[0] if variant.block else None,
+        KV_BLOCK=variant.block[1] if variant.block else None,
+        options=dict(variant.options),
+    )
+    call = DecodeCall(
+        tensor(B, Hq, Lq, D),
+        tensor(B, Hkv, Lkv, D),
+        tensor(B, Hkv, Lkv, Dv),
+        torch.empty(B, Hq, Lq, Dv, dtype=variant.dtype),
+        scale=D**-0.5,
+        kv_len=Lkv if variant.kv_len == "int" else torch.empty(B, dtype=torch.int64),
+        lse=torch.empty(B, Hq, Lq) if variant.aux else None,
+        max_scores=torch.empty(B, Hq, Lq) if variant.aux else None,
+        tables=tables,
+        score_mod=Mod(alibi_score, (torch.empty(Hq), 1.0)) if variant.score else None,
+        mask_mod=masks.get(variant.mask),
+        bias=torch.empty(B, 1, Lq, Lkv).expand(B, Hq, Lq, Lkv) if variant.bias else None,
+        sinks=torch.empty(Hq) if variant.sinks else None,
+        tf32=variant.tf32,
+    )
+    return call, config
+
+
+@contextlib.contextmanager
+def launches_intercepted(target, act):
+    """Call ``act(kernel, source, options, key)`` instead of launching."""
+    backend = make_backend(target)
+
+    def run(self, *args, grid, warmup, **kwargs):
+        kwargs |= {"debug": False, "instrumentation_mode": ""}
+        bind = create_function_from_signature(self.signature, self.params, backend)
+        bound, specialization, options = bind(*args, **kwargs)
+        key = str((specialization, sorted(options.items(), key=str)))
+        parsed = self._pack_args(backend, kwargs, bound, specialization, options)
+        options, signature, constexprs, attributes = parsed
+        act(self, ASTSource(self, signature, constexprs, attributes), options.__dict__, key)
+
+    original, JITFunction.run = JITFunction.run, run
+    try:
+        yield
+    finally:
+        JITFunction.run = original
+
+
+def resources(compiled):
+    """Registers and local memory (spills), in bytes a thread, of a CUDA binary."""
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    if "cubin" not in compiled.asm or not tools.exists():
+        return {}
+    binary = Path(compiled.metadata_group[f"{compiled.metadata.name}.cubin"])
+    run = subprocess.run([tools, "-res-usage", binary], capture_output=True, text=True, check=True)
+    words = [word.split(":") for word in run.stdout.split() if word.count(":") == 1]
+    found = {name: int(value) for name, value in words if value.isdigit()}
+    return {"registers": found["REG"], "stack": found["STACK"], "local": found["LOCAL"]}
+
+
+def compile_variants(name):
+    """Compile every variant of a target and print what came out."""
+    target, device = TARGETS[name]
+    variants = EVERYWHERE | (ON_ONE_TARGET if name == "cuda:90" else {})
+    for title, variant in variants.items():
+
+        def act(kernel, source, options, key, title=title):
+            compiled = triton.compile(source, target=target, options=options)
+            text = compiled.asm.get("ptx", "")
+            record = {
+                "variant": title,
+                "kernel": kernel.__name__,
+                "shared": compiled.metadata.shared,
+                "shared_limit": device.shared_memory,
+                "cp_async_16": text.count(", 0x10"),
+                "cp_async": text.count("cp.async.c") - text.count("cp.async.commit_group"),
+                "commit_groups": text.count("cp.async.commit_group"),
+                **resources(compiled),
+            }
+            print(json.dumps(record), flush=True)
+
+        with launches_intercepted(target, act):
+            decode(*make_call(variant, device))
+
+
+def count_keys():
+    """Print how many kernels a decoding session would compile: lengths, closures, batches."""
+    target, device = TARGETS["cuda:90"]
+    keys = {}
+
+    def act(kernel, source, options, key):
+        keys.setdefault(kernel.__name__, set()).add(key)
+
+    base = Variant(block=(128, 128), mask="documents", score="alibi", B=2)
+    sessions = {
+        "growing cache": [replace(base, Lkv=n) for n in range(1000, 1300)],
+        "batches": [replace(base, B=b) for b in range(1, 5)],
+        "heads": [replace(base, Hkv=h, G=g) for h in (1, 2, 8, 16) for g in (1, 3, 4, 16)],
+    }
+    with launches_intercepted(target, act):
+        for title, variants in sessions.items():
+            keys.clear()
+            for step, variant in enumerate(variants):
+                call, config = make_call(variant, device)
+                documents, width = call.mask_mod.args
+                call = replace(
+                    call,
+                    kv_len=step + 1,
+                    q_offset=step,
+                    scale=1.0 + step,
+                    mask_mod=Mod(call.mask_mod.fn, (documents, width + step)),
+                )
+                # One split has a kernel of its own, and this test is not about the choice.
+                decode(call, replace(config, num_splits=2 + step % 15, reduce_splits=16))
+            found = {name: len(found) for name, found in keys.items()}
+            print(json.dumps({"session": title, **found}), flush=True)
+
+
+if __name__ == "__main__":
+    count_keys() if sys.argv[1] == "keys" else compile_variants(sys.argv[1])

@@ -1,0 +1,42 @@
+"""Every kind of kernel compiles, without a device, for each architecture that is supported."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def variants(argument, tmp_path):
+    """Run aot_variants.py with a fresh cache; any diagnostic on stderr is a failure."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-W", "error", str(ROOT / "tests/aot_variants.py"), argument],
+        env=environment | {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-1000:] + run.stderr[-3000:]
+    assert run.stderr == "", run.stderr[-3000:]
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("target", ["cuda:80", "cuda:90", "hip:gfx942"])
+def test_variants_compile(target, tmp_path):
+    for record in variants(target, tmp_path):
+        assert record["shared"] <= record["shared_limit"], record
+        assert record.get("local", 0) == 0, record
+        if record["variant"] == "dense" and "registers" in record and "decode" in record["kernel"]:
+            # K and V arrive 16 bytes at a time, asynchronously, several tiles ahead.
+            assert record["cp_async"] == record["cp_async_16"] > 0, record
+            assert record["commit_groups"] > 4, record
+
+
+def test_a_decoding_session_compiles_once(tmp_path):
+    for record in variants("keys", tmp_path):
+        session = record.pop("session")
+        assert set(record.values()) == {1}, (session, record)
