@@ -23,7 +23,7 @@ from torch import Tensor
 from flexdecode.mods import MaskMod
 from flexdecode.operations import facade
 
-__all__ = ["Binding"]
+__all__ = ["Binding", "Snapshot"]
 
 # Modules that hold no numbers of the user's, so that naming one changes nothing.
 _STATELESS = (math, operator, functools, np, torch)
@@ -105,6 +105,67 @@ class Binding:
         Objects that cannot be walked are left as they are.
         """
         return _Rebuilder(numbers, tensors).visit(mod, "captured")
+
+
+class Snapshot:
+    """Everything that a function closes over, by identity: a quick test that nothing was replaced.
+
+    Values of tensors don't count, they are live in any case. Numbers are compared by identity too,
+    which errs on the side of walking again.
+    """
+
+    __slots__ = ("_cells", "_defaults", "_names")
+
+    def __init__(self, cells: Any, names: Any, defaults: Any) -> None:
+        self._cells: tuple[tuple[Any, Any], ...] = tuple(cells)
+        self._names: tuple[tuple[dict[str, Any], str, Any], ...] = tuple(names)
+        self._defaults: tuple[tuple[Any, Any], ...] = tuple(defaults)
+
+    @classmethod
+    def of(cls, fn: FunctionType) -> Snapshot | None:
+        """Record what `fn` closes over; None where identity would not tell a change."""
+        cells: list[Any] = []
+        names: list[Any] = []
+        defaults: list[Any] = []
+        done: set[int] = set()
+        stack: list[Any] = [fn]
+        while stack:
+            value = stack.pop()
+            if type(value) is tuple:
+                stack.extend(value)
+            elif type(value) in (MaskMod, functools.partial):
+                return None  # their parts can be replaced
+            elif type(value) is FunctionType and not _of_torch(value):
+                if value is fn and done:
+                    return None  # a snapshot that holds its own key would never be freed
+                if id(value) in done:
+                    continue
+                done.add(id(value))
+                if value is not fn:
+                    defaults.append((value, (value.__code__, value.__defaults__)))
+                elif value.__defaults__ or value.__kwdefaults__:
+                    return None
+                full = [cell for cell in value.__closure__ or () if _is_full(cell)]
+                cells += [(cell, cell.cell_contents) for cell in full]
+                stack += [cell.cell_contents for cell in full]
+                found = value.__globals__
+                loaded = [name for name in _global_names(value.__code__) if name in found]
+                names += [(found, name, found[name]) for name in loaded]
+                stack += [found[name] for name in loaded]
+        return cls(cells, names, defaults)
+
+    def holds(self) -> bool:
+        """True while every cell and global is what it was."""
+        for cell, value in self._cells:
+            if cell.cell_contents is not value:
+                return False
+        for names, name, value in self._names:
+            if names.get(name) is not value:
+                return False
+        for function, (code, defaults) in self._defaults:
+            if function.__code__ is not code or function.__defaults__ is not defaults:
+                return False
+        return True
 
 
 class _Unkeyable(Exception):

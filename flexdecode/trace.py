@@ -8,12 +8,14 @@ import linecache
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from flexdecode.closures import Binding
+from flexdecode.closures import Binding, Snapshot
 from flexdecode.graph import INPUTS, Graph, Node, finish, is_float
 from flexdecode.mods import MaskMod
 from flexdecode.operations import dispatch
@@ -78,6 +80,8 @@ class _Entry:
 
 
 _cache: dict[Any, list[_Entry]] = {}
+# The last trace of a function object, for as long as that lives and closes over the same objects.
+_recent: WeakKeyDictionary[Any, tuple[Snapshot, Traced]] = WeakKeyDictionary()
 
 
 def trace(mod: Callable[..., Any], kind: Kind) -> Traced:
@@ -105,11 +109,32 @@ def trace(mod: Callable[..., Any], kind: Kind) -> Traced:
         `mod` takes other arguments, returns the wrong kind of thing, branches on an index or calls
         what cannot be traced; the message names the user's line.
     """
+    fn = mod.fn if type(mod) is MaskMod else mod
+    recent = _recent.get(fn) if type(fn) is FunctionType else None
+    if recent is not None and recent[1].graph.kind == kind and recent[0].holds():
+        return recent[1]
+    traced, stable = _trace_walked(mod, kind)
+    if stable and type(fn) is FunctionType:
+        snapshot = Snapshot.of(fn)
+        if snapshot is not None:
+            _recent[fn] = (snapshot, traced)
+    return traced
+
+
+def _trace_walked(mod: Callable[..., Any], kind: Kind) -> tuple[Traced, bool]:
+    """`trace` by a walk over all that `mod` closes over.
+
+    Returns
+    -------
+    traced : Traced
+    stable : bool
+        The same objects closed over mean the same trace.
+    """
     if not callable(mod):
         raise TypeError(f"{kind}_mod: expected a function {SIGNATURES[kind]}, got {type(mod)}")
     binding = Binding(mod)
     if binding.key is None:
-        return _trace(mod, kind, binding, "lift").bind(binding)
+        return _trace(mod, kind, binding, "lift").bind(binding), False
     key = (kind, binding.key)
     entries = _cache.get(key)
     if entries is None:
@@ -118,7 +143,7 @@ def trace(mod: Callable[..., Any], kind: Kind) -> Traced:
         entries = _cache[key] = []
     for entry in entries:
         if entry.holds(binding):
-            return entry.bind(binding)
+            return entry.bind(binding), not entry.size_guards
     try:
         entry = _trace(mod, kind, binding, "symbolic")
     except Exception:
@@ -129,7 +154,7 @@ def trace(mod: Callable[..., Any], kind: Kind) -> Traced:
     if len(entries) >= _MAX_GUARDED:
         entries.pop(0)
     entries.append(entry)
-    return entry.bind(binding)
+    return entry.bind(binding), not entry.size_guards
 
 
 def _trace(

@@ -334,3 +334,32 @@ def test_graphs_print_readably():
     text = str(trace(mod_cases.masks()["documents"], "mask"))
     assert "doc#0: int64, rank 1" in text
     assert "%" in text and "==" in text
+
+
+def test_replaced_cells_and_tensors_are_seen_at_once():
+    size, table = 3, torch.arange(12)
+
+    def mod(b, h, q, k):
+        return (q - k < size) & (table[k] < 5)
+
+    assert trace(mod, "mask") is trace(mod, "mask")
+    before = dense(mod)
+    size = 2
+    assert trace(mod, "mask").params == (2,)
+    table = torch.zeros(12, dtype=torch.int64)
+    assert dense(mod).sum() > before.sum()
+
+
+def test_traces_do_not_keep_mods_alive():
+    import gc
+    import weakref
+
+    def make():
+        table = torch.arange(12)
+        return (lambda b, h, q, k: table[k] > q), weakref.ref(table)
+
+    mod, table = make()
+    trace(mod, "mask")
+    del mod
+    gc.collect()
+    assert table() is None
