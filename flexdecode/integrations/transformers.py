@@ -97,11 +97,11 @@ def register(
         )
 
     # generate() compiles the model for a static cache; tracing a mod is ours, not dynamo's.
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         return attention_forward(*args, **kwargs, backend=backend, kernel_options=kernel_options)
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def mask(*args: Any, **kwargs: Any) -> ModelMask:
         return create_mask(*args, **kwargs, block_size=block_size)
 
@@ -157,7 +157,7 @@ class ModelMask(TorchBlockMask):
         self._shape = shape
 
     @property
-    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+    def shape(self) -> tuple[int, ...]:
         """(B, H, Lq, Lkv), in elements."""
         return self._shape
 
@@ -226,9 +226,6 @@ def create_mask(
     rule: MaskFunction = and_masks(*rules)
     if not (isinstance(kv_offset, int) and kv_offset == 0):
         rule = _shift_keys(rule, kv_offset)
-    if isinstance(q_offset, Tensor):
-        # The cache counts in place, between here and the layers' own calls.
-        q_offset = q_offset.to(device, copy=True).reshape(1)
     block_mask = create_block_mask(
         rule,
         batch_size,
@@ -237,7 +234,7 @@ def create_mask(
         kv_length,
         device=device,
         BLOCK_SIZE=block_size,
-        q_offset=q_offset,
+        q_offset=q_offset,  # copied, for a static cache counts in place
     )
     return ModelMask(block_mask, (batch_size, heads, q_length, kv_length))
 
