@@ -19,7 +19,13 @@ Lengths = NDArray[np.int64]
 
 
 def block_codes(
-    tables: Tables | None, row: int, *, lengths: Lengths, size: int, capacity: int
+    tables: Tables | None,
+    row: int,
+    *,
+    lengths: Lengths,
+    size: int,
+    capacity: int,
+    groups: tuple[int, int],
 ) -> Codes:
     """What each block of keys holds for one row of the tables, clipped to the lengths.
 
@@ -33,46 +39,57 @@ def block_codes(
         Valid keys.
     size, capacity : int, tokens
         Keys of a block; keys of the cache.
+    groups : (int, int)
+        Key heads, and query heads of each.
 
     Returns
     -------
-    array [B or 1, heads of the table, blocks], uint8
-        A full block that crosses a length is partial.
+    array [B or 1, Hkv or 1, G or 1, blocks], uint8
+        A full block that crosses a length is partial. Dimensions along which all lists are equal
+        have size 1.
     """
     blocks = -(-capacity // size)
     if tables is None:
         codes: Codes = np.full((1, 1, blocks), FULL, dtype=np.uint8)
     else:
         codes = _spread(tables, row, blocks)
-        if tables.exact:
-            return codes
-    starts = np.arange(blocks) * size
-    ends = lengths[:, None, None]
-    codes = codes * (starts < ends).view(np.uint8)
-    codes[(codes == FULL) & (starts + size > ends)] = PARTIAL
+    if tables is None or not tables.exact:
+        starts = np.arange(blocks) * size
+        ends = lengths[:, None, None]
+        codes = codes * (starts < ends).view(np.uint8)
+        codes[(codes == FULL) & (starts + size > ends)] = PARTIAL
+    heads = groups if codes.shape[1] > groups[0] else (codes.shape[1], 1)
+    codes = codes.reshape(len(codes), *heads, blocks)
+    for dim in (0, 1, 2):
+        if codes.shape[dim] > 1:
+            first = codes.take([0], axis=dim)
+            codes = first if (codes == first).all() else codes
     return codes
 
 
 def _spread(tables: Tables, row: int, blocks: int) -> Codes:
-    count = tables.kv_num_blocks
-    codes = np.zeros((*count.shape[:2], blocks + 1), dtype=np.uint8)
+    Bt, Ht = tables.kv_num_blocks.shape[:2]
+    codes = np.zeros((Bt * Ht, blocks), dtype=np.uint8)
     lists = (
-        (PARTIAL, count, tables.kv_indices),
+        (PARTIAL, tables.kv_num_blocks, tables.kv_indices),
         (FULL, tables.full_kv_num_blocks, tables.full_kv_indices),
     )
     for code, num_blocks, indices in lists:
         if num_blocks is None or indices is None:
             continue
-        n = num_blocks[:, :, row].numpy(force=True)
+        n = num_blocks[:, :, row].numpy(force=True).reshape(-1)
         longest = int(n.max(initial=0))
         if longest == 0:
             continue
-        listed = indices[:, :, row, :longest].numpy(force=True)
+        if tables.exact and Bt * Ht == 1:
+            codes[0, indices[0, 0, row, :longest].numpy(force=True)] = code
+            continue
+        listed = indices[:, :, row, :longest].numpy(force=True).reshape(-1, longest)
         # Entries past the count are undefined; blocks past the cache exist in longer masks.
-        valid = (np.arange(longest) < n[..., None]) & (listed >= 0) & (listed < blocks)
-        where = np.where(valid, listed, blocks).astype(np.int64)
-        np.put_along_axis(codes, where, np.uint8(code), -1)
-    return codes[..., :blocks]
+        valid = (np.arange(longest) < n[:, None]) & (listed >= 0) & (listed < blocks)
+        which = np.nonzero(valid)
+        codes[which[0], listed[which]] = code
+    return codes.reshape(Bt, Ht, blocks)
 
 
 def groups(codes: Codes) -> Iterator[tuple[slice, slice, Codes]]:

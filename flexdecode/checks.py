@@ -149,10 +149,10 @@ def check_rows(
         return value if len(shape) == 1 and shape[0] == B else value.expand(B)
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name}: expected an int or an integer tensor, got {_kind(value)}")
-    value = int(value)
-    if not lowest <= value <= highest:
-        raise ValueError(f"{name}: expected a value in [{lowest}, {highest}], got {value}")
-    return value
+    number = int(value)
+    if not lowest <= number <= highest:
+        raise ValueError(f"{name}: expected a value in [{lowest}, {highest}], got {number}")
+    return number
 
 
 def check_bias(bias: Any, B: int, Hq: int, Lq: int, Lkv: int, device: torch.device) -> Tensor:

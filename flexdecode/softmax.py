@@ -10,6 +10,8 @@ from torch import Tensor
 
 __all__ = ["State", "attended", "product"]
 
+_LOWEST = torch.finfo(torch.float32).min
+
 
 @dataclass(frozen=True, eq=False)
 class State:
@@ -52,7 +54,7 @@ class State:
 
     def out(self) -> Tensor:
         """The normalised output, 0 where nothing was seen: [..., Dv]."""
-        return self.acc / self.l.masked_fill(self.l == 0, 1.0)
+        return self.acc / self.l.clamp(min=0.5)  # a sum holds exp(0), or nothing at all
 
     def lse(self) -> Tensor:
         """Log of the sum of exponentials, ``-inf`` where nothing was seen: [..., 1]."""
@@ -95,5 +97,5 @@ def product(x: Tensor, w: Tensor) -> Tensor:
 
 
 def _finite(m: Tensor) -> Tensor:
-    # -inf - -inf is NaN: rows that have seen nothing are measured from 0.
-    return m.masked_fill(m == -torch.inf, 0.0)
+    # -inf - -inf is NaN: rows that have seen nothing are measured from a finite number.
+    return m.clamp(min=_LOWEST)

@@ -301,6 +301,45 @@ def test_torch_block_mask_starts_at_position_zero(backend: Backend) -> None:
     torch.testing.assert_close(out.cpu().double(), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_fc48_batch_invariant_rows_on_the_cpu() -> None:
+    """A row's bits depend on no other row, nor on the capacity or the kinds of blocks."""
+    q, k, v = random_inputs(3, 8, 2, 4, 300, 24)
+    kv_len = torch.tensor([300, 129, 77])
+    keep = torch.ones(300, dtype=torch.bool)
+    rules = [
+        causal,
+        sliding_window(150),
+        lambda b, h, q_idx, kv_idx: keep[kv_idx] & (kv_idx <= q_idx),
+    ]
+    options = {"deterministic": "batch_invariant"}
+
+    def run(b: slice, rows: slice, capacity: int, rule: Any) -> torch.Tensor:
+        lengths = kv_len[b]
+        return attention(
+            q[b, :, rows],
+            k[b, :, :capacity],
+            v[b, :, :capacity],
+            kv_len=lengths,
+            q_offset=lengths - 4 + rows.start,
+            block_mask=create_block_mask(rule),
+            kernel_options=options,
+            backend="cpu",
+        )
+
+    for rule in rules:
+        check(CPU, q, k, v, mask=rule, kv_len=kv_len, kernel_options=options)
+        whole = run(slice(0, 3), slice(0, 4), 300, rule)
+        for b in range(3):
+            one = slice(b, b + 1)
+            for i in range(4):
+                for capacity in (300, int(kv_len[b])):
+                    row = run(one, slice(i, i + 1), capacity, rule)
+                    assert torch.equal(row, whole[one, :, i : i + 1])
+    assert torch.equal(
+        run(slice(0, 3), slice(0, 4), 300, rules[0]), run(slice(0, 3), slice(0, 4), 300, rules[2])
+    )
+
+
 def test_aux_holds_what_was_asked_for() -> None:
     q, k, v = random_inputs(1, 2, 2, 1, 10, 16)
     out, aux = attention(q, k, v, return_aux=AuxRequest(lse=True))
