@@ -127,6 +127,31 @@ def test_generate_equals_eager(build, batch, name, cache):
     assert_same(generate(build(name, "flexdecode"), batch, **cache), wanted)
 
 
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_triton_backend_equals_eager(build, batch, name, device):
+    """Interpreted where there is no GPU; one prompt and two steps."""
+    pytest.importorskip("triton")
+
+    def logits(model):
+        model = model.to(device)
+        ids, mask = batch.input_ids.to(device), batch.attention_mask.to(device)
+        with torch.no_grad():
+            result = model.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                max_new_tokens=3,
+                do_sample=False,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+        model.to("cpu")
+        return torch.stack(result.logits)
+
+    wanted = logits(build(name))
+    register(backend="triton", block_size=16)
+    torch.testing.assert_close(logits(build(name, "flexdecode")), wanted, atol=1e-4, rtol=0)
+
+
 def test_beam_search_equals_eager(build, batch):
     wanted = generate(build("mistral"), batch, num_beams=2)
     assert_same(generate(build("mistral", "flexdecode"), batch, num_beams=2), wanted)
@@ -217,8 +242,10 @@ def test_own_matrix_equals_eager(build, batch, kind, heads, rows):
 
 
 def test_own_float_matrix_is_added_after_the_softcap(build, batch):
-    bias = torch.randn(1, 1, PROMPT, PROMPT).tril().masked_fill(
-        torch.ones(PROMPT, PROMPT).triu(1).bool(), torch.finfo(torch.float32).min
+    bias = (
+        torch.randn(1, 1, PROMPT, PROMPT)
+        .tril()
+        .masked_fill(torch.ones(PROMPT, PROMPT).triu(1).bool(), torch.finfo(torch.float32).min)
     )
     mask = {"full_attention": bias, "sliding_attention": bias}
     with torch.no_grad():
