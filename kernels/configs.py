@@ -9,10 +9,17 @@ from dataclasses import dataclass
 MIN_TILE = 16  # the smallest side of a matrix instruction
 MIN_REST = 32  # a second piece of 16 columns costs more registers than it saves memory
 MAX_BLOCK_M = 128
-BLOCK_N_CHOICES = (16, 32, 64, 128, 256)
-WARP_CHOICES = (1, 2, 4, 8)
-STAGE_CHOICES = (1, 2, 3, 4, 5, 6, 7, 8)
+LEGAL = {
+    "BLOCK_M": (16, 32, 64, MAX_BLOCK_M),
+    "BLOCK_N": (16, 32, 64, 128, 256),
+    "num_warps": (1, 2, 4, 8),
+    "num_stages": (1, 2, 3, 4, 5, 6, 7, 8),
+}
 MAX_SPLITS = 1024
+OVERSUBSCRIBE = 4  # items of a balanced launch for each processor
+MIN_UNITS = 4  # steps of the loop that are worth an item of their own
+PLAN_ROWS = (128, 1024)  # sizes that the balanced plan is compiled for
+PLAN_KEYS = 8192  # shorter rows are not worth a plan
 REDUCE_ELEMENTS = 8192  # float32 partials that a program of the reduction holds at once
 
 
@@ -38,6 +45,11 @@ class DecodeConfig:
         Warps of a program of the reduction.
     pdl : bool
         Launch the reduction before the decode kernel ends (compute capability 9.0 or newer).
+    plan_rows : int
+        Where positive, shares are balanced over ragged rows, at most this many of them, and
+        ``num_splits`` does not matter.
+    processors : int
+        Processors that a balanced launch is to fill.
     """
 
     BLOCK_M: int
@@ -50,6 +62,8 @@ class DecodeConfig:
     reduce_splits: int = 16
     reduce_warps: int = 4
     pdl: bool = False
+    plan_rows: int = 0
+    processors: int = 1
 
 
 @dataclass(frozen=True)
@@ -109,13 +123,15 @@ def shared_memory_bytes(
 ) -> int:
     """Estimate the shared memory of one decode program, in bytes, from above.
 
-    ``num_stages - 1`` tiles of K and of V are in flight (one at least), and q and the weights pass
-    through shared memory on their way into matrix operands.
+    Tiles of K and of V in flight (instructions for 64 rows and more hold on to one more of them),
+    q and the weights on their way into matrix operands, and room for what mods capture.
     """
     d, dv = sum(split_dim(D)), sum(split_dim(Dv))
-    in_flight = max(num_stages - 1, 1) * BLOCK_N * (d + dv) * itemsize
+    tiles = num_stages - 1 if BLOCK_M < 64 else num_stages
+    width = tiles * (d + dv) if num_stages > 1 else max(d, dv)
+    in_flight = width * BLOCK_N * itemsize
     operands = BLOCK_M * (d + 2 * BLOCK_N) * itemsize
-    return in_flight + operands + 2048
+    return in_flight + operands + 12288
 
 
 def choose_config(
@@ -131,6 +147,7 @@ def choose_config(
     device: Device,
     BLOCK_Q: int | None = None,
     KV_BLOCK: int | None = None,
+    lists: int = 1,
     options: Mapping[str, int] | None = None,
 ) -> DecodeConfig:
     """Choose tiles, warps, stages and splits for one call.
@@ -148,6 +165,8 @@ def choose_config(
         Where it runs.
     BLOCK_Q, KV_BLOCK : int, optional
         Block size of the tables; None without tables.
+    lists : int, default 1
+        Lists of active blocks whose lengths may differ in ways that the host does not know.
     options : mapping of str to int, optional
         Fixed choices: ``BLOCK_M``, ``BLOCK_N``, ``num_warps``, ``num_stages``, ``num_splits``.
 
@@ -171,51 +190,77 @@ def choose_config(
     (16, 16)
     """
     options = dict(options or {})
-    TG, TQ, BLOCK_M = _choose_rows(G, Lq, BLOCK_Q, Dv, options)
-    BLOCK_N, num_warps, num_stages = _choose_loop(
-        BLOCK_M, D, Dv, itemsize, KV_BLOCK, keys, device, options
-    )
+    _check(options)
+    rows = max(min(BLOCK_Q or Lq, Lq), 1)
+    limit = options.get("BLOCK_M", _row_limit(G * rows, Dv))
+    while True:
+        TG = ceil_div(G, ceil_div(G, limit))
+        TQ = ceil_div(rows, ceil_div(rows, max(limit // TG, 1)))
+        BLOCK_M = options.get("BLOCK_M", max(MIN_TILE, next_power_of_2(TG * TQ)))
+        loop = _choose_loop(BLOCK_M, D, Dv, itemsize, KV_BLOCK, device, options)
+        if loop.bytes <= device.shared_memory:
+            break
+        if "BLOCK_M" in options or limit == MIN_TILE:
+            lowest = {"BLOCK_N": MIN_TILE, "num_stages": 1, "BLOCK_M": MIN_TILE}
+            chosen = {"BLOCK_N": loop.BLOCK_N, "num_stages": loop.num_stages, "BLOCK_M": BLOCK_M}
+            lower = [name for name, least in lowest.items() if chosen[name] > least]
+            raise ValueError(
+                f"kernel_options: {chosen} with head dims {D} and {Dv} need {loop.bytes} bytes of "
+                f"shared memory, the device has {device.shared_memory}; "
+                + (f"lower {' or '.join(lower)}" if lower else "these head dims cannot work here")
+            )
+        limit //= 2
 
-    rows_of_q_block = min(BLOCK_Q or Lq, Lq)
-    q_tiles = ceil_div(Lq, max(rows_of_q_block, 1)) * ceil_div(rows_of_q_block, TQ)
-    programs = B * Hkv * ceil_div(G, TG) * q_tiles
-    units = max(ceil_div(keys, BLOCK_N), 1)
+    programs = B * Hkv * ceil_div(G, TG) * ceil_div(Lq, rows) * ceil_div(rows, TQ)
+    units = max(ceil_div(keys, loop.BLOCK_N), 1)
     num_splits = _choose_splits(programs, units, device, options)
-
     # Two sizes only: each is a kernel of its own, and absent splits cost no memory traffic.
     reduce_splits = 16 if num_splits <= 16 else 64
-    reduce_splits = min(reduce_splits, max(REDUCE_ELEMENTS // next_power_of_2(Dv), 1))
     return DecodeConfig(
         BLOCK_M=BLOCK_M,
-        BLOCK_N=BLOCK_N,
+        BLOCK_N=loop.BLOCK_N,
         TG=TG,
         TQ=TQ,
         num_splits=num_splits,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        reduce_splits=reduce_splits,
+        num_warps=loop.num_warps,
+        num_stages=loop.num_stages,
+        reduce_splits=min(reduce_splits, max(REDUCE_ELEMENTS // next_power_of_2(Dv), 1)),
         pdl=device.pdl,
+        plan_rows=_choose_plan(lists, keys, options),
+        processors=device.processors,
     )
 
 
-def _choose_rows(
-    G: int, Lq: int, BLOCK_Q: int | None, Dv: int, options: Mapping[str, int]
-) -> tuple[int, int, int]:
-    """Pack the group's heads and some query rows into a tile: (TG, TQ, BLOCK_M)."""
-    rows = max(min(BLOCK_Q or Lq, Lq), 1)
-    if "BLOCK_M" in options:
-        limit = options["BLOCK_M"]
-        legal = [16, 32, 64, MAX_BLOCK_M]
-        if limit not in legal:
-            raise ValueError(f"kernel_options['BLOCK_M']: expected one of {legal}, got {limit}")
-    elif G * rows >= MAX_BLOCK_M and Dv <= 128:
-        limit = MAX_BLOCK_M  # prefill: compute bound, larger tiles read K and V less often
-    else:
-        limit = 64 if Dv <= 256 else 32  # a row's output is Dv float32 registers
-    TG = ceil_div(G, ceil_div(G, limit))
-    TQ = ceil_div(rows, ceil_div(rows, max(limit // TG, 1)))
-    BLOCK_M = options.get("BLOCK_M", max(MIN_TILE, next_power_of_2(TG * TQ)))
-    return TG, TQ, BLOCK_M
+def _check(options: Mapping[str, int]) -> None:
+    """Refuse a value that no kernel can have."""
+    for name, legal in LEGAL.items():
+        if name in options and options[name] not in legal:
+            raise ValueError(
+                f"kernel_options[{name!r}]: expected one of {list(legal)}, got {options[name]}"
+            )
+    if not 1 <= options.get("num_splits", 1) <= MAX_SPLITS:
+        raise ValueError(
+            f"kernel_options['num_splits']: expected 1 to {MAX_SPLITS}, got {options['num_splits']}"
+        )
+
+
+def _row_limit(rows: int, Dv: int) -> int:
+    """Return how many of the rows that share keys may share a tile."""
+    if Dv > 256:
+        return 32  # a row's output is Dv float32 registers
+    if rows >= MAX_BLOCK_M and Dv <= 128:
+        return MAX_BLOCK_M  # prefill is compute bound; larger tiles read K and V less often
+    return 64
+
+
+@dataclass(frozen=True)
+class _Loop:
+    """The loop over keys, and the shared memory that it takes."""
+
+    BLOCK_N: int
+    num_warps: int
+    num_stages: int
+    bytes: int
 
 
 def _choose_loop(
@@ -224,69 +269,51 @@ def _choose_loop(
     Dv: int,
     itemsize: int,
     KV_BLOCK: int | None,
-    keys: int,
     device: Device,
     options: Mapping[str, int],
-) -> tuple[int, int, int]:
-    """Choose (BLOCK_N, num_warps, num_stages) that fit in shared memory."""
-    for name, legal in (
-        ("BLOCK_N", BLOCK_N_CHOICES),
-        ("num_warps", WARP_CHOICES),
-        ("num_stages", STAGE_CHOICES),
-    ):
-        if name in options and options[name] not in legal:
-            raise ValueError(
-                f"kernel_options[{name!r}]: expected one of {list(legal)}, got {options[name]}"
-            )
-
-    wide = D + Dv > 384
-    if itemsize >= 4:
-        block_n = 32  # IEEE dots run on the ordinary units and are unrolled
-    else:
-        block_n = 32 if wide else 64
-    if KV_BLOCK is not None:
-        # The largest power of two that divides the block; odd sizes leave lanes idle instead.
-        divisor = KV_BLOCK & -KV_BLOCK
-        block_n = min(block_n, max(divisor, MIN_TILE))
-        if divisor < MIN_TILE:
-            block_n = min(64, next_power_of_2(max(min(KV_BLOCK, 64), MIN_TILE)))
-    BLOCK_N = options.get("BLOCK_N", block_n)
+) -> _Loop:
+    """Choose the loop for a tile of rows; it fits in shared memory if any does."""
+    exact = itemsize >= 4  # IEEE dots run on the ordinary units, unrolled in registers
     # The output tile lives in registers: at most 64 of them in a thread.
-    num_warps = options.get("num_warps", 4 if BLOCK_M * sum(split_dim(Dv)) <= 8192 else 8)
+    warps = 8 if exact or BLOCK_M * sum(split_dim(Dv)) > 8192 else 4
+    num_warps = options.get("num_warps", warps)
+    BLOCK_N = options.get("BLOCK_N", _unit(32 if exact or D + Dv > 384 else 64, KV_BLOCK))
     num_stages = options.get("num_stages", 3)
-
-    def needed(n: int, stages: int) -> int:
-        return shared_memory_bytes(
-            BLOCK_M=BLOCK_M, BLOCK_N=n, num_stages=stages, D=D, Dv=Dv, itemsize=itemsize
+    while True:
+        needed = shared_memory_bytes(
+            BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, num_stages=num_stages, D=D, Dv=Dv, itemsize=itemsize
         )
-
-    while needed(BLOCK_N, num_stages) > device.shared_memory:
-        if "num_stages" not in options and num_stages > 2:
-            num_stages -= 1
-        elif "BLOCK_N" not in options and BLOCK_N > MIN_TILE:
-            BLOCK_N //= 2
-        elif "num_stages" not in options and num_stages > 1:
+        stages_left = num_stages > 1 and "num_stages" not in options
+        keys_left = BLOCK_N > MIN_TILE and "BLOCK_N" not in options
+        if needed <= device.shared_memory or not (stages_left or keys_left):
+            return _Loop(BLOCK_N, num_warps, num_stages, needed)
+        if stages_left and (num_stages > 2 or not keys_left):
             num_stages -= 1
         else:
-            lower = "BLOCK_N" if BLOCK_N > MIN_TILE else "num_stages"
-            lower = lower if num_stages > 1 or BLOCK_N > MIN_TILE else "BLOCK_M"
-            raise ValueError(
-                f"kernel_options: BLOCK_M={BLOCK_M}, BLOCK_N={BLOCK_N}, num_stages={num_stages} "
-                f"with head dims {D} and {Dv} need {needed(BLOCK_N, num_stages)} bytes of shared "
-                f"memory, the device has {device.shared_memory}: lower {lower}"
-            )
-    return BLOCK_N, num_warps, num_stages
+            BLOCK_N //= 2
+
+
+def _unit(most: int, KV_BLOCK: int | None) -> int:
+    """Return the keys of a unit: a divisor of the block, unless that would be tiny."""
+    if KV_BLOCK is None:
+        return most
+    divisor = KV_BLOCK & -KV_BLOCK  # the largest power of two in it
+    if divisor >= MIN_TILE:
+        return min(most, divisor)
+    return min(most, next_power_of_2(max(KV_BLOCK, MIN_TILE)))  # leaves some lanes idle
+
+
+def _choose_plan(lists: int, keys: int, options: Mapping[str, int]) -> int:
+    """Return the size of a plan that balances ragged lists, or 0 where none is worth it."""
+    if lists == 1 or keys < PLAN_KEYS or "num_splits" in options:
+        return 0
+    return next((size for size in PLAN_ROWS if size >= lists), 0)
 
 
 def _choose_splits(programs: int, units: int, device: Device, options: Mapping[str, int]) -> int:
     """Share each tile's units among enough programs to fill the device, and no more."""
     if "num_splits" in options:
-        num_splits = options["num_splits"]
-        if not 1 <= num_splits <= MAX_SPLITS:
-            raise ValueError(
-                f"kernel_options['num_splits']: expected 1 to {MAX_SPLITS}, got {num_splits}"
-            )
-        return num_splits
+        return options["num_splits"]
     if programs == 0 or programs * 4 >= device.processors * 3:
         return 1
     return max(1, min(device.processors // programs, units, MAX_SPLITS))

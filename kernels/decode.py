@@ -16,6 +16,7 @@ References
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -23,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexdecode.kernels.call import DecodeCall, Mod, Partials, vector_stride
-from flexdecode.kernels.configs import DecodeConfig, split_dim
+from flexdecode.kernels.configs import OVERSUBSCRIBE, DecodeConfig, ceil_div, split_dim
 from flexdecode.kernels.reduce import launch_reduce
 from flexdecode.kernels.tiles import (
     LOG2E,
@@ -43,6 +44,7 @@ from flexdecode.kernels.tiles import (
     store_pieces,
     zero_pieces,
 )
+from flexdecode.kernels.worklist import find_item, plan_items, share_of
 
 # Everything that changes from call to call: no value of these compiles a kernel of its own.
 RUN_TIME = (
@@ -50,7 +52,7 @@ RUN_TIME = (
     "stride_bb stride_bh stride_bl stride_bn stride_ob stride_oh stride_ol "
     "stride_kv_len stride_q_offset stride_tb stride_th columns full_columns "
     "stride_sb stride_sh stride_sq scale kv_len q_offset Hkv G Lq Lkv "
-    "BLOCK_Q TG TQ tiles num_splits"
+    "BLOCK_Q TG TQ rows heads nQ inner num_splits processors"
 ).split()
 # Small arrays that may be views at any address.
 ANY_ADDRESS = (
@@ -171,8 +173,8 @@ def attend(
 
 
 # Legend: B sequences, Hq query heads, Hkv KV heads, G = Hq // Hkv, Lq query rows, Lkv key capacity,
-# D and DV head dims of keys and values. A program owns one sequence b, one KV head, one split of
-# its keys and one tile of BLOCK_M rows: TG query heads of the group times TQ query rows, row m of
+# D and DV head dims of keys and values. A program owns one sequence b, one KV head, one share of
+# its active blocks and one tile of BLOCK_M rows: TG query heads of the group times TQ query rows, row m of
 # the tile being head m // TQ and query m % TQ. Blocks of the table are BLOCK_Q x KV_BLOCK; a tile
 # never straddles two of its rows. A block is worked through in units of BLOCK_N keys.
 # Strides of k and v are in units of ALIGN elements, those of q and out in units of ALIGN_Q: the
@@ -206,9 +208,9 @@ def _decode_kernel(
     stride_ol: tl.int64,
     lse_ptr,  # [B, Hq, Lq] float32, or None
     max_ptr,  # [B, Hq, Lq] float32, or None
-    acc_ptr,  # [B, Hq, Lq, num_splits, DV] float32, None when there is one split
-    m_ptr,  # [B, Hq, Lq, num_splits] float32
-    l_ptr,  # [B, Hq, Lq, num_splits] float32
+    acc_ptr,  # [programs, TG * TQ, DV] float32
+    m_ptr,  # [programs, TG * TQ] float32
+    l_ptr,  # [programs, TG * TQ] float32
     kv_len_ptr,  # [B], or None
     stride_kv_len: tl.int64,
     q_offset_ptr,  # [B], or None
@@ -235,8 +237,12 @@ def _decode_kernel(
     BLOCK_Q: tl.int32,
     TG: tl.int32,
     TQ: tl.int32,
-    tiles: tl.int32,
+    rows: tl.int32,  # lists of active blocks: B * heads * nQ
+    heads: tl.int32,  # KV heads whose lists differ, or 1
+    nQ: tl.int32,
+    inner: tl.int32,  # programs of an item: KV heads that share a list, times tiles of its queries
     num_splits: tl.int32,
+    processors: tl.int32,
     score_args,
     mask_args,
     SCORE_MOD: tl.constexpr,
@@ -244,8 +250,8 @@ def _decode_kernel(
     DERIVE_OFFSET: tl.constexpr,  # q_offset = kv_len - Lq
     EXACT: tl.constexpr,  # full blocks end within kv_len
     ONE_QUERY: tl.constexpr,  # Lq == 1
-    ONE_TILE: tl.constexpr,  # tiles == 1
-    DIRECT: tl.constexpr,  # num_splits == 1
+    ONE_TILE: tl.constexpr,  # nQ == 1, and one tile holds a list's queries and heads
+    ROWS: tl.constexpr,  # power of two, at least rows, to balance items over rows; or 0
     ALIGN: tl.constexpr,
     ALIGN_Q: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
@@ -264,30 +270,55 @@ def _decode_kernel(
         # Lets the reduction be launched now; it waits there until this kernel has finished.
         tl.extra.cuda.gdc_launch_dependents()
 
-    # -- who am I ----
+    # -- who am I: an item of a row's active blocks, some of its heads and queries ----
     pid = tl.program_id(0)
+    item = pid // inner
+    part_of_item = pid % inner
+    if ROWS > 0:
+        items, ends = plan_items(
+            kv_len_ptr,
+            stride_kv_len,
+            kv_len,
+            Lkv,
+            kv_num_blocks_ptr,
+            full_kv_num_blocks_ptr,
+            stride_tb,
+            stride_th,
+            rows,
+            heads,
+            nQ,
+            inner,
+            processors,
+            ROWS,
+            KV_BLOCK,
+            BLOCK_N,
+        )
+        table_row, num_items, split = find_item(item, items, ends, ROWS)
+        if table_row >= rows:
+            return
+    else:
+        table_row = item // num_splits
+        split = item % num_splits
+        num_items = num_splits
     first_head = 0  # of the group
     first_row = 0
     last_row = Lq
     q_block = 0
     if not ONE_TILE:
-        tile = pid % tiles
-        pid = pid // tiles
+        q_block = table_row % nQ
+        table_row = table_row // nQ
         head_tiles = cdiv(G, TG)
-        tiles_per_q_block = cdiv(tl.minimum(BLOCK_Q, Lq), TQ)
-        first_head = tile % head_tiles * TG
-        q_tile = tile // head_tiles
-        q_block = q_tile // tiles_per_q_block
-        first_row = q_block * BLOCK_Q + q_tile % tiles_per_q_block * TQ
+        q_tiles = cdiv(tl.minimum(BLOCK_Q, Lq), TQ)
+        first_head = part_of_item % head_tiles * TG
+        part_of_item = part_of_item // head_tiles
+        first_row = q_block * BLOCK_Q + part_of_item % q_tiles * TQ
+        part_of_item = part_of_item // q_tiles
         last_row = tl.minimum(Lq, (q_block + 1) * BLOCK_Q)
         if first_row >= last_row:
             return
-    split = 0
-    if not DIRECT:
-        split = pid % num_splits
-        pid = pid // num_splits
-    head_kv = (pid % Hkv).to(tl.int64)
-    b = pid // Hkv
+    # Either lists differ by KV head, or all KV heads work on the same one.
+    head_kv = (table_row % heads + part_of_item).to(tl.int64)
+    b = table_row // heads
     b64 = b.to(tl.int64)
 
     # -- my rows ----
@@ -310,14 +341,11 @@ def _decode_kernel(
     full, partial = count_units(
         kv_num_blocks_ptr, full_kv_num_blocks_ptr, table_row, kv_len, KV_BLOCK, BLOCK_N
     )
-    first = 0
-    last = full + partial
-    if not DIRECT:
-        share = cdiv(last, num_splits)
-        first = split * share
-        last = tl.minimum(first + share, last)
-        if first >= last:
-            return
+    share, working = share_of(full + partial, num_items)
+    first = split * share
+    last = tl.minimum(first + share, full + partial)
+    if split >= working:
+        return
 
     # -- where my keys, biases and blocks are ----
     k_ptr += (b64 * stride_kb + head_kv * stride_kh) * ALIGN
@@ -353,7 +381,9 @@ def _decode_kernel(
 
     # -- attend: full blocks with neither mask nor bounds, partial ones with both ----
     m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    l_i = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    # Warps share the rows of a small tile: its sums stay apart for each lane until the end, which
+    # saves an exchange between warps in every step. A large tile has no registers for that.
+    l_i = tl.zeros((BLOCK_M, BLOCK_N if BLOCK_M <= 32 else 1), tl.float32)
     carry = (m_i, l_i, zero_pieces(BLOCK_M, DV_0, DV_1))
     if kv_num_blocks_ptr is None or full_kv_num_blocks_ptr is not None:
         carry = attend(
@@ -437,7 +467,7 @@ def _decode_kernel(
 
     # -- the result, or this split's part of it ----
     out_row = (b64 * Hkv * G + head) * Lq + row  # [BLOCK_M], of [B, Hq, Lq]
-    if DIRECT:
+    if working == 1:
         sink = None
         if sinks_ptr is not None:
             sink = tl.load(sinks_ptr + head, mask=real, other=0.0)
@@ -449,10 +479,59 @@ def _decode_kernel(
         if max_ptr is not None:
             tl.store(max_ptr + out_row, m, mask=real)
     else:
-        part = out_row * num_splits + split
+        part = pid.to(tl.int64) * (TG * TQ) + offs_m  # [BLOCK_M]
         store_pieces(acc_ptr, part * DV, real, acc, DV, DV_0, DV_1)
         tl.store(m_ptr + part, m_i, mask=real)
         tl.store(l_ptr + part, l_i, mask=real)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the programs of one launch are numbered: ``(item * inner + head or tile)``.
+
+    Attributes
+    ----------
+    rows, heads, nQ : int
+        Lists of active blocks, ``B * heads * nQ``; heads is 1 where all KV heads share a list.
+    inner : int
+        Programs of each item.
+    items : int
+        Items of all rows at the most.
+    tile_rows : int
+        Real rows of a tile.
+    ROWS : int
+        What `plan_items` is compiled for, or 0 where every row has the same number of splits.
+    """
+
+    rows: int
+    heads: int
+    nQ: int
+    inner: int
+    items: int
+    tile_rows: int
+    ROWS: int
+
+    @classmethod
+    def of(cls, call: DecodeCall, config: DecodeConfig) -> "Layout":
+        """Number the programs of `call`."""
+        B, Hq, Lq, _ = call.q.shape
+        Hkv = call.k.shape[1]
+        BLOCK_Q, _ = call.block_size(config.BLOCK_N)
+        tables = call.tables
+        heads = Hkv if tables is not None and tables.kv_num_blocks.shape[1] > 1 else 1
+        nQ = ceil_div(Lq, BLOCK_Q)
+        q_tiles = ceil_div(min(BLOCK_Q, Lq), config.TQ)
+        inner = Hkv // heads * q_tiles * ceil_div(Hq // Hkv, config.TG)
+        rows = B * heads * nQ
+        items = rows * config.num_splits
+        if config.plan_rows:
+            items = max(config.processors // inner, 1) * OVERSUBSCRIBE + rows
+        return cls(rows, heads, nQ, inner, items, config.TG * config.TQ, config.plan_rows)
+
+    @property
+    def programs(self) -> int:
+        """Programs of the launch."""
+        return self.items * self.inner
 
 
 def decode(call: DecodeCall, config: DecodeConfig) -> None:
@@ -463,36 +542,34 @@ def decode(call: DecodeCall, config: DecodeConfig) -> None:
     """
     if call.out.numel() == 0:
         return
-    if config.num_splits == 1:
-        launch_decode(call, config, None)
-    else:
-        partials = empty_partials(call.out, config.num_splits)
-        launch_decode(call, config, partials)
-        launch_reduce(call, config, partials)
+    layout = Layout.of(call, config)
+    several = config.plan_rows > 0 or config.num_splits > 1
+    partials = empty_partials(layout if several else None, call.out)
+    launch_decode(call, config, layout, partials)
+    if several:
+        launch_reduce(call, config, layout, partials)
 
 
-def empty_partials(out: Tensor, num_splits: int) -> Partials:
-    """Allocate one buffer for the partial results of every real row."""
-    B, Hq, Lq, Dv = out.shape
-    parts = B * Hq * Lq * num_splits
+def empty_partials(layout: Layout | None, out: Tensor) -> Partials:
+    """Allocate one buffer for the partial results of every program; of none without a layout."""
+    Dv = out.shape[3]
+    parts = layout.programs * layout.tile_rows if layout is not None else 0
     scratch = torch.empty(parts * (Dv + 2), dtype=torch.float32, device=out.device)
     acc, m, l = scratch.split([parts * Dv, parts, parts])
-    shape = (B, Hq, Lq, num_splits)
-    return Partials(acc=acc.view(*shape, Dv), m=m.view(shape), l=l.view(shape))
+    return Partials(acc=acc, m=m, l=l)
 
 
-def launch_decode(call: DecodeCall, config: DecodeConfig, partials: Partials | None) -> None:
-    """Launch the decode kernel; it fills `partials`, or without them the outputs of the call."""
+def launch_decode(
+    call: DecodeCall, config: DecodeConfig, layout: Layout, partials: Partials
+) -> None:
+    """Launch the decode kernel; it fills `partials`, and outputs of rows with one working item."""
     q, k, v, out, tables = call.q, call.k, call.v, call.out, call.tables
-    B, Hq, Lq, D = q.shape
+    _, Hq, Lq, D = q.shape
     Hkv, Lkv = k.shape[1:3]
     Dv = v.shape[3]
     G = Hq // Hkv
     BLOCK_Q, KV_BLOCK = call.block_size(config.BLOCK_N)
     stride_tb, stride_th = tables.strides() if tables is not None else (0, 0)
-    q_tiles = triton.cdiv(Lq, BLOCK_Q) * triton.cdiv(BLOCK_Q, config.TQ)
-    tiles = q_tiles * triton.cdiv(G, config.TG)
-
     strides_k = outer_strides(k)
     strides_v = outer_strides(v)
     align = math.gcd(16, *strides_k, *strides_v)
@@ -508,7 +585,7 @@ def launch_decode(call: DecodeCall, config: DecodeConfig, partials: Partials | N
     score_mod = call.score_mod or Mod(None)
     mask_mod = call.mask_mod or Mod(None)
 
-    _decode_kernel[(tiles * config.num_splits * B * Hkv,)](
+    _decode_kernel[(layout.programs,)](
         q,
         *(stride // align_q for stride in strides_q),
         q.stride(3),
@@ -525,9 +602,9 @@ def launch_decode(call: DecodeCall, config: DecodeConfig, partials: Partials | N
         *(stride // align_q for stride in strides_out),
         call.lse,
         call.max_scores,
-        partials.acc if partials is not None else None,
-        partials.m if partials is not None else None,
-        partials.l if partials is not None else None,
+        partials.acc,
+        partials.m,
+        partials.l,
         kv_len_ptr,
         stride_kv_len,
         q_offset_ptr,
@@ -554,8 +631,12 @@ def launch_decode(call: DecodeCall, config: DecodeConfig, partials: Partials | N
         BLOCK_Q,
         config.TG,
         config.TQ,
-        tiles,
+        layout.rows,
+        layout.heads,
+        layout.nQ,
+        layout.inner,
         config.num_splits,
+        config.processors,
         score_mod.args,
         mask_mod.args,
         SCORE_MOD=score_mod.fn,
@@ -563,8 +644,8 @@ def launch_decode(call: DecodeCall, config: DecodeConfig, partials: Partials | N
         DERIVE_OFFSET=call.q_offset is None,
         EXACT=tables is None or tables.exact,
         ONE_QUERY=Lq == 1,
-        ONE_TILE=tiles == 1,
-        DIRECT=partials is None,
+        ONE_TILE=layout.nQ == 1 and layout.inner * layout.heads == Hkv,
+        ROWS=layout.ROWS,
         ALIGN=align,
         ALIGN_Q=align_q,
         INPUT_PRECISION="tf32" if tf32 else "ieee",
@@ -577,7 +658,7 @@ def launch_decode(call: DecodeCall, config: DecodeConfig, partials: Partials | N
         KV_BLOCK=KV_BLOCK,
         BLOCK_M=config.BLOCK_M,
         BLOCK_N=config.BLOCK_N,
-        PDL=config.pdl and partials is not None,
+        PDL=config.pdl,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

@@ -1,6 +1,8 @@
 # mypy: allow-untyped-defs, allow-untyped-decorators
 """Join the partial results of the splits: M, L and ACC of every row become out, LSE and maximum."""
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -14,10 +16,11 @@ from flexdecode.kernels.tiles import (
     load_kv_len,
     loop_bound,
 )
+from flexdecode.kernels.worklist import items_of, plan_items, share_of
 
 RUN_TIME = (
     "stride_ob stride_oh stride_ol stride_kv_len stride_tb stride_th kv_len Hq G Lq Lkv BLOCK_Q "
-    "num_splits"
+    "TG TQ rows heads nQ inner num_splits processors"
 ).split()
 ANY_ADDRESS = (
     "m_ptr l_ptr sinks_ptr lse_ptr max_ptr kv_len_ptr kv_num_blocks_ptr full_kv_num_blocks_ptr"
@@ -25,14 +28,13 @@ ANY_ADDRESS = (
 
 
 # Legend: B sequences, Hq query heads, G of them to a KV head, Lq query rows, DV the head dim of
-# values. A program owns one row (b, h, i); it takes SPLITS partial results at a time, and only
-# those that exist: the decode kernel wrote equal shares of the row's active units, so the counts
-# that it read say how many splits had work.
+# values. A program owns one row (b, h, i) of the output; it takes SPLITS partial results at a time,
+# and only those that exist: it works out the shares of the row's blocks as the decode kernel did.
 @triton.jit(do_not_specialize=RUN_TIME, do_not_specialize_on_alignment=ANY_ADDRESS)
 def _reduce_kernel(
-    acc_ptr,  # [B, Hq, Lq, num_splits, DV] float32
-    m_ptr,  # [B, Hq, Lq, num_splits] float32, log2
-    l_ptr,  # [B, Hq, Lq, num_splits] float32
+    acc_ptr,  # [programs, TG * TQ, DV] float32
+    m_ptr,  # [programs, TG * TQ] float32, log2
+    l_ptr,  # [programs, TG * TQ] float32
     sinks_ptr,  # [Hq], or None
     out_ptr,  # [B, Hq, Lq, DV]
     stride_ob: tl.int64,
@@ -52,7 +54,15 @@ def _reduce_kernel(
     Lq: tl.int32,
     Lkv: tl.int32,
     BLOCK_Q: tl.int32,
+    TG: tl.int32,
+    TQ: tl.int32,
+    rows: tl.int32,
+    heads: tl.int32,
+    nQ: tl.int32,
+    inner: tl.int32,
     num_splits: tl.int32,
+    processors: tl.int32,
+    ROWS: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     KV_BLOCK: tl.constexpr,
@@ -60,18 +70,53 @@ def _reduce_kernel(
     SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # -- which row, and how many splits wrote it ----
+    # -- which row, and which programs wrote it ----
     out_row = tl.program_id(0).to(tl.int64)
-    row = out_row % Lq
-    head = out_row // Lq % Hq
+    row = (out_row % Lq).to(tl.int32)
+    head = (out_row // Lq % Hq).to(tl.int32)
     b = out_row // Lq // Hq
+    head_kv = head // G
+    q_block = row // BLOCK_Q
+    table_row = (b.to(tl.int32) * heads + head_kv % heads) * nQ + q_block
+    if ROWS > 0:
+        items, ends = plan_items(
+            kv_len_ptr,
+            stride_kv_len,
+            kv_len,
+            Lkv,
+            kv_num_blocks_ptr,
+            full_kv_num_blocks_ptr,
+            stride_tb,
+            stride_th,
+            rows,
+            heads,
+            nQ,
+            inner,
+            processors,
+            ROWS,
+            KV_BLOCK,
+            BLOCK_N,
+        )
+        num_items, first_item = items_of(table_row, items, ends, ROWS)
+    else:
+        num_items = num_splits
+        first_item = table_row * num_splits
     kv_len = load_kv_len(kv_len_ptr, stride_kv_len, kv_len, b, Lkv)
-    table_row = b * stride_tb + head // G * stride_th + row // BLOCK_Q
+    at = b * stride_tb + head_kv * stride_th + q_block
     full, partial = count_units(
-        kv_num_blocks_ptr, full_kv_num_blocks_ptr, table_row, kv_len, KV_BLOCK, BLOCK_N
+        kv_num_blocks_ptr, full_kv_num_blocks_ptr, at, kv_len, KV_BLOCK, BLOCK_N
     )
-    share = tl.maximum(cdiv(partial + full, num_splits), 1)
-    existing = cdiv(partial + full, share)
+    _, working = share_of(full + partial, num_items)
+    if working == 1:
+        return  # that program wrote the outputs itself
+    head_tiles = cdiv(G, TG)
+    q_tiles = cdiv(tl.minimum(BLOCK_Q, Lq), TQ)
+    row_in_block = row % BLOCK_Q
+    part_of_item = tl.where(heads == 1, head_kv, 0) * q_tiles + row_in_block // TQ
+    part_of_item = part_of_item * head_tiles + head % G // TG
+    m_row = head % G % TG * TQ + row_in_block % TQ  # of the tile
+    first_part = (first_item.to(tl.int64) * inner + part_of_item) * (TG * TQ) + m_row
+    stride_part = inner.to(tl.int64) * (TG * TQ)
     if PDL:
         tl.extra.cuda.gdc_wait()
 
@@ -81,9 +126,9 @@ def _reduce_kernel(
     m_i = tl.full((1,), float("-inf"), tl.float32)
     l_i = tl.zeros((1,), tl.float32)
     acc = tl.zeros((1, BLOCK_DV), tl.float32)
-    for start in tl.range(0, loop_bound(existing), SPLITS):
-        written = start + offs_s < existing  # [SPLITS]
-        part = out_row * num_splits + start + offs_s
+    for start in tl.range(0, loop_bound(working), SPLITS):
+        written = start + offs_s < working  # [SPLITS]
+        part = first_part + (start + offs_s) * stride_part
         m = tl.load(m_ptr + part, mask=written, other=float("-inf"))
         l = tl.load(l_ptr + part, mask=written, other=0.0)
         tile = tl.load(
@@ -113,8 +158,8 @@ def _reduce_kernel(
         tl.store(max_ptr + out_row + tl.arange(0, 1), m)
 
 
-def launch_reduce(call: DecodeCall, config: DecodeConfig, partials: Partials) -> None:
-    """Launch the reduction of `partials` into the outputs of the call.
+def launch_reduce(call: DecodeCall, config: DecodeConfig, layout: Any, partials: Partials) -> None:
+    """Launch the reduction of `partials`, laid out by `layout`, into the outputs of the call.
 
     Reads ``(Dv + 2) * 4`` bytes per row and split that had work, writes the outputs.
     """
@@ -147,7 +192,15 @@ def launch_reduce(call: DecodeCall, config: DecodeConfig, partials: Partials) ->
         Lq,
         Lkv,
         BLOCK_Q,
+        config.TG,
+        config.TQ,
+        layout.rows,
+        layout.heads,
+        layout.nQ,
+        layout.inner,
         config.num_splits,
+        config.processors,
+        ROWS=layout.ROWS,
         DV=Dv,
         BLOCK_DV=next_power_of_2(Dv),
         KV_BLOCK=KV_BLOCK,

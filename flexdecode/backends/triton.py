@@ -131,6 +131,11 @@ def _config(
     problem: Problem, tables: BlockTables | None, k: Tensor, options: dict[str, Any]
 ) -> configs.DecodeConfig:
     block_q, kv_block = tables.BLOCK_SIZE if tables is not None else (None, None)
+    lists = problem.B if isinstance(problem.kv_len, Tensor) else 1
+    if tables is not None:
+        B, heads, nQ = tables.kv_num_blocks.shape
+        # A shared list is clipped nowhere, so its rows are alike; but they are numbered one by one.
+        lists = problem.B * heads * nQ if max(B, heads, nQ) > 1 else 1
     keys = problem.Lkv if isinstance(problem.kv_len, Tensor) else problem.kv_len
     if tables is not None and tables.full_kv_indices is not None:
         columns = tables.kv_indices.shape[3] + tables.full_kv_indices.shape[3]
@@ -147,6 +152,7 @@ def _config(
         _device(k.device),
         block_q,
         kv_block,
+        lists,
         tuple((name, options[name]) for name in _TUNABLE if name in options),
     )
 
@@ -164,6 +170,7 @@ def _choose(
     device: configs.Device,
     BLOCK_Q: int | None,
     KV_BLOCK: int | None,
+    lists: int,
     options: tuple[tuple[str, int], ...],
 ) -> configs.DecodeConfig:
     return configs.choose_config(
@@ -178,6 +185,7 @@ def _choose(
         device=device,
         BLOCK_Q=BLOCK_Q,
         KV_BLOCK=KV_BLOCK,
+        lists=lists,
         options=dict(options),
     )
 

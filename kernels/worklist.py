@@ -1,0 +1,93 @@
+# mypy: allow-untyped-defs, allow-untyped-decorators
+"""Who works on what: shares of active blocks, the same in the decode kernel and the reduction.
+
+A *row* is one list of active blocks: a sequence, a KV head where lists differ by head, a block of
+queries. A row's units are cut into equal shares, one *item* each. Either every row is cut into the
+same number of splits, or (`plan_items`) the rows are cut so that all items of the launch are about
+equal, as ragged batches need. The lengths are device data, so each program works the plan out for
+itself, in registers: cheaper than a launch of its own, and nothing waits for the host.
+"""
+
+import triton
+import triton.language as tl
+
+from flexdecode.kernels.configs import MIN_UNITS as _MIN_UNITS
+from flexdecode.kernels.configs import OVERSUBSCRIBE as _OVERSUBSCRIBE
+from flexdecode.kernels.tiles import cdiv
+
+MIN_UNITS = tl.constexpr(_MIN_UNITS)
+OVERSUBSCRIBE = tl.constexpr(_OVERSUBSCRIBE)
+
+
+@triton.jit
+def plan_items(
+    kv_len_ptr,  # [B], or None
+    stride_kv_len,
+    kv_len,
+    capacity,
+    num_ptr,  # [B or 1, heads, nQ] int32, or None
+    full_num_ptr,
+    stride_tb,
+    stride_th,
+    rows,  # sequences * heads * nQ
+    heads,  # KV heads whose lists differ, or 1
+    nQ,
+    inner,  # programs that each item takes
+    processors,
+    ROWS: tl.constexpr,  # power of two, at least rows
+    KV_BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Items of every row and their running sum: (items, ends), both [ROWS] int32.
+
+    Rows stay whole where that fills the device evenly; otherwise none is longer than a quarter of
+    a processor's fair share. Every row has an item at least, so that empty ones are written too.
+    """
+    SUBS: tl.constexpr = (KV_BLOCK + BLOCK_N - 1) // BLOCK_N
+    row = tl.arange(0, ROWS)
+    there = row < rows
+    b = (row // nQ // heads).to(tl.int64)
+    if num_ptr is None:
+        length = tl.zeros([ROWS], tl.int32) + kv_len
+        if kv_len_ptr is not None:
+            length = tl.load(kv_len_ptr + b * stride_kv_len, mask=there, other=0)
+        length = tl.minimum(tl.maximum(length, 0), capacity).to(tl.int32)
+        units = cdiv(length, BLOCK_N)
+    else:
+        at = b * stride_tb + row // nQ % heads * stride_th + row % nQ
+        units = tl.load(num_ptr + at, mask=there, other=0) * SUBS
+        if full_num_ptr is not None:
+            units += tl.load(full_num_ptr + at, mask=there, other=0) * SUBS
+    units = tl.where(there, units, 0)
+    total = tl.sum(units, 0)
+    longest = tl.max(units, 0)
+    slots = tl.maximum(processors // inner, 1)
+    waves = cdiv(tl.sum((units > 0).to(tl.int32), 0), slots)
+    share = tl.maximum(cdiv(total, slots * OVERSUBSCRIBE), MIN_UNITS)
+    if waves * longest * 8 <= cdiv(total, slots) * 9:
+        share = tl.maximum(longest, 1)
+    items = tl.where(there, tl.maximum(cdiv(units, share), 1), 0)
+    return items, tl.cumsum(items, 0)
+
+
+@triton.jit
+def find_item(item, items, ends, ROWS: tl.constexpr):
+    """Row of an item, the row's number of items, and which of them this is."""
+    row = tl.sum((ends <= item).to(tl.int32), 0)
+    count, first = items_of(row, items, ends, ROWS)
+    return row, count, item - first
+
+
+@triton.jit
+def items_of(row, items, ends, ROWS: tl.constexpr):
+    """Return a row's number of items, and its first item."""
+    mine = tl.arange(0, ROWS) == row
+    count = tl.sum(tl.where(mine, items, 0), 0)
+    return count, tl.sum(tl.where(mine, ends, 0), 0) - count
+
+
+@triton.jit
+def share_of(units, items):
+    """Units of each of a row's items, and how many items then have work (one at least)."""
+    share = tl.maximum(cdiv(units, items), 1)
+    return share, tl.maximum(cdiv(units, share), 1)
