@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from flexdecode.mods import ScoreMod
 
 __all__ = ["AuxOutput", "AuxRequest", "attention"]
+
+
+_NOTHING = contextlib.nullcontext()
 
 
 class AuxRequest(NamedTuple):
@@ -189,9 +193,7 @@ def attention(
     (torch.Size([2, 8, 1]), torch.float32)
     """
     if kv_start is not None or page_table is not None or cu_seqlens_q is not None:
-        checks.check_not_yet("kv_start", kv_start)
-        checks.check_not_yet("page_table", page_table)
-        checks.check_not_yet("cu_seqlens_q", cu_seqlens_q)
+        checks.check_not_yet(kv_start=kv_start, page_table=page_table, cu_seqlens_q=cu_seqlens_q)
     checks.check_qkv(q, k, v)
     checks.check_grad(q, k, v)
     if block_mask is not None:
@@ -217,31 +219,22 @@ def attention(
         checks.check_score_mod(score_mod)
         score = trace(score_mod, "score")
 
-    with torch.no_grad():  # captured parameters must not record anything either
+    # Captured parameters must not record anything either.
+    with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
         resolved = None
-        if block_mask is not None and q.shape[0] and problem.Lq and problem.Lkv:
+        if block_mask is not None and problem.B and problem.Lq and problem.Lkv:
             resolved = block_mask.resolve(problem, q_offset is not None)
             if resolved.q_offset is not problem.q_offset:
-                problem = dataclasses.replace(problem, q_offset=resolved.q_offset)
+                problem = dataclasses.replace(problem, offset=resolved.q_offset)
             if resolved.scattered_rows and score is not None and "q_idx" in score.graph.uses:
                 raise ValueError(
                     "score_mod: expected a rule without q_idx, since the block_mask's rows were "
                     "picked one by one and have no common offset; slice them with a step of 1"
                 )
+        want_lse = return_aux is not None and return_aux.lse
+        want_max = return_aux is not None and return_aux.max_scores
         result = run(
-            Request(
-                q,
-                k,
-                v,
-                problem,
-                score,
-                resolved,
-                bias,
-                sinks,
-                return_aux is not None and return_aux.lse,
-                return_aux is not None and return_aux.max_scores,
-                options,
-            )
+            Request(q, k, v, problem, score, resolved, bias, sinks, want_lse, want_max, options)
         )
     if return_aux is None:
         return result.out
@@ -277,9 +270,7 @@ def _problem(
         q_offset = checks.check_rows("q_offset", q_offset, B, device, -bound, bound)
         if isinstance(q_offset, Tensor):
             q_offset = q_offset.to(torch.int64)
-    elif isinstance(kv_len, Tensor):
-        q_offset = kv_len.to(torch.int64).clamp(0, Lkv) - Lq
-    else:
+    elif isinstance(kv_len, int):
         q_offset = kv_len - Lq
     return Problem(
         B=B,
@@ -295,5 +286,5 @@ def _problem(
         dtype=q.dtype,
         device=device,
         kv_len=kv_len,
-        q_offset=q_offset,
+        offset=q_offset,
     )

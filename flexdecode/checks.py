@@ -258,7 +258,8 @@ def check_options(options: Any) -> dict[str, Any]:
     return options
 
 
-def check_not_yet(name: str, value: Any) -> None:
-    """Raise for an argument of the contract that this version does not support."""
-    if value is not None:
-        raise NotImplementedError(f"{name}: not supported yet")
+def check_not_yet(**arguments: Any) -> None:
+    """Raise for arguments of the contract that this version does not support."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise NotImplementedError(f"{name}: not supported yet")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +34,9 @@ class Problem:
         Those of q.
     kv_len : int or Tensor [B], int32 or int64
         Valid keys; a tensor may hold values outside ``[0, Lkv]``, see `kv_len_rows`.
-    q_offset : int or Tensor [B], int64
-        Position of each sequence's first query row.
+    offset : int, Tensor [B], int64, or None
+        Position of each sequence's first query row; None stands for ``kv_len - Lq`` of a tensor
+        ``kv_len``, which kernels work out themselves. `q_offset` works it out here.
     """
 
     B: int
@@ -50,7 +52,16 @@ class Problem:
     dtype: torch.dtype
     device: torch.device
     kv_len: int | Tensor
-    q_offset: int | Tensor
+    offset: int | Tensor | None
+
+    @functools.cached_property
+    def q_offset(self) -> int | Tensor:
+        """Position of each sequence's first query row: int or Tensor [B], int64."""
+        if self.offset is not None:
+            return self.offset
+        if isinstance(self.kv_len, Tensor):
+            return self.kv_len_rows() - self.Lq
+        return self.kv_len - self.Lq
 
     def kv_len_rows(self) -> Tensor:
         """Valid keys of each sequence: Tensor [B], int64, within ``[0, Lkv]``."""
@@ -75,7 +86,7 @@ class Request:
     k : Tensor, [Bkv, Hkv, Lkv, D]
     v : Tensor, [Bkv, Hkv, Lkv, Dv]
     problem : Problem
-        Its ``q_offset`` is already the mask's own where the mask has one.
+        Its offset is already the mask's own where the mask has one.
     score : Traced or None
         The score rule.
     resolved : ResolvedMask or None
