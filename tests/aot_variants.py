@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from flexdecode.kernels.call import BlockTables, DecodeCall, Mod
 from flexdecode.kernels.configs import Device, choose_config
-from flexdecode.kernels.decode import decode
+from flexdecode.kernels.launch import decode
 
 TARGETS = {
     "cuda:80": (GPUTarget("cuda", 80, 32), Device(processors=108, shared_memory=166912)),

@@ -26,7 +26,7 @@ from flexdecode.kernels.configs import (
     shared_memory_bytes,
     split_dim,
 )
-from flexdecode.kernels.decode import decode
+from flexdecode.kernels.launch import decode
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETING else "cpu"
@@ -589,7 +589,7 @@ def test_splits_fill_the_device_and_no_more():
         ({"num_splits": 0}, r"kernel_options\['num_splits'\]: expected 1 to 1024, got 0"),
         ({"BLOCK_N": 48}, r"kernel_options\['BLOCK_N'\]: expected one of \[16, .*got 48"),
         ({"BLOCK_M": 24}, r"kernel_options\['BLOCK_M'\]: expected one of \[16, .*got 24"),
-        ({"num_stages": 8, "BLOCK_N": 256}, r"need \d+ bytes of shared memory, .* 232448: lower"),
+        ({"num_stages": 8, "BLOCK_N": 256}, r"need \d+ bytes of shared memory, .* 232448; lower"),
     ],
 )
 def test_impossible_options_are_refused(options, said):
