@@ -214,17 +214,19 @@ def finite_or_zero(m):
 
 @triton.jit
 def online_softmax_update(qk_log2, m_i, l_i):
-    """Fold one tile of log2 scores into the running maximum and the running sums.
+    """Fold one tile of log2 scores into the running maximum and sums.
 
-    The sums stay apart for each lane of the tile, [BLOCK_M, BLOCK_N]: adding them up once, after
-    the loop, saves an exchange between warps in every step. Returns the weights, the new maximum
-    and sums, and the factor that rescales older output.
+    Returns the weights, the new maximum and sums, and the factor that rescales older output.
     """
     m_new = tl.maximum(m_i, tl.max(qk_log2, 1))  # [BLOCK_M]
     m_safe = finite_or_zero(m_new)
     alpha = tl.math.exp2(m_i - m_safe)
     p = tl.math.exp2(qk_log2 - m_safe[:, None])  # [BLOCK_M, BLOCK_N]
-    return p, m_new, l_i * alpha[:, None] + p, alpha
+    if l_i.shape[1] == 1:
+        l_new = l_i * alpha[:, None] + tl.sum(p, 1, keep_dims=True)
+    else:
+        l_new = l_i * alpha[:, None] + p
+    return p, m_new, l_new, alpha
 
 
 @triton.jit
