@@ -195,7 +195,7 @@ class _Tile:
         call, problem, size = self.call, self.call.problem, self.call.block_size[1]
         X, Y, M = batch.stop - batch.start, heads.stop - heads.start, self.M
         most = max(1, MAX_SCORES // (Y * M * min(size, problem.Lkv)))
-        if X > most:  # not even one block of all these sequences at once
+        if X > most:  # one block of all these sequences would be too much
             for b in range(batch.start, batch.stop, most):
                 self._group(slice(b, min(b + most, batch.stop)), heads, codes)
             return
@@ -302,6 +302,7 @@ class _Tile:
         score = product(rows.q, k.transpose(-1, -2))
         if rule is None and rows.bias is None and not allowed:
             return score, v
+        owned = owned or v is not rows.v  # converted
         score = score.view(X, Y, -1, self.T, k.shape[2])
         if rows.bias is not None:
             score.add_(rows.bias)
@@ -317,7 +318,7 @@ class _Tile:
             if unseen.any():  # NaN times 0 would be NaN
                 if unseen.shape[0] > v.shape[0]:
                     v, owned = v.expand(X, -1, -1, -1), False
-                if not owned and v.dtype == rows.v.dtype:
+                if not owned:
                     v, owned = v.clone(), True
                 v[:, :, columns].masked_fill_(unseen.unsqueeze(-1), 0.0)
         return score.reshape(X, Y, M, -1), v
