@@ -122,7 +122,7 @@ def test_fc38_unused_slots_change_no_bit(backend: Backend, poison: float) -> Non
 def test_fc38_a_shared_cache_keeps_rows_apart(backend: Backend, dtype: torch.dtype) -> None:
     """What one sequence may see, another may not, in one and the same slot."""
     q, k, v = random_inputs(2, 4, 2, 1, 100, 16, Bkv=1, dtype=dtype)
-    check(backend, q, k, v, mask=causal, kv_len=torch.tensor([100, 50]))
+    check(backend, q, k, v, mask=causal, kv_len=torch.tensor([100, 50]), slack=2.0)
     v[:, :, 50:] = torch.nan
     for lengths in ([100, 50], [50, 100]):
         out = attention(
