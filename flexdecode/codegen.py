@@ -77,6 +77,10 @@ def lower(traced: Traced, flavour: Flavour) -> tuple[Any, tuple[Any, ...]]:
         Captures and numbers. Integers travel as floats of 16 bits each, since Triton would compile
         anew for an integer that becomes 1 or a multiple of 16.
     """
+    views = [(tensor.shape, tensor.stride()) for tensor in traced.captures]
+    earlier = traced.lowered.get(flavour)
+    if earlier is not None and earlier[0] == views:
+        return earlier[1]  # type: ignore[no-any-return]
     wide = tuple(not -POSITION_LIMIT <= p <= POSITION_LIMIT for p in traced.params)
     layouts = tuple(map(_layout, traced.captures))
     args: list[Any] = []
@@ -91,7 +95,9 @@ def lower(traced: Traced, flavour: Flavour) -> tuple[Any, tuple[Any, ...]]:
             _append_whole(args, size, layout.wide)
             if dim < tensor.dim() - 1 or not layout.contiguous:
                 _append_whole(args, stride, layout.wide)
-    return _function(traced.graph.key, wide, layouts, flavour, _Keyed(traced.graph)), tuple(args)
+    function = _function(traced.graph.key, wide, layouts, flavour, _Keyed(traced.graph))
+    traced.lowered[flavour] = views, (function, tuple(args))
+    return function, tuple(args)
 
 
 def print_mod(traced: Traced, flavour: Flavour = "cuda") -> str:

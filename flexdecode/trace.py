@@ -7,7 +7,7 @@ import keyword
 import linecache
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -48,6 +48,8 @@ class Traced:
     graph: Graph
     params: tuple[int | float, ...]
     captures: tuple[Tensor, ...]
+    # What the code generator made of this very object, by flavour.
+    lowered: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def __str__(self) -> str:
         return str(self.graph)

@@ -56,6 +56,17 @@ class BlockTables:
     exact: bool
     block_state: Tensor | None = None
 
+    def signature(self) -> tuple[object, ...]:
+        """Return all that a plan depends on: sizes and kinds."""
+        full, state = self.full_kv_indices, self.block_state
+        return (
+            self.kv_indices.shape,
+            None if full is None else full.shape,
+            self.BLOCK_SIZE,
+            self.exact,
+            None if state is None else state.shape,
+        )
+
     def strides(self) -> tuple[int, int]:
         """Return the (sequence, head) strides of the counts, 0 along a broadcast axis."""
         sequences, heads, rows = self.kv_num_blocks.shape
@@ -119,23 +130,6 @@ class DecodeCall:
         if KV_BLOCK > Lkv:
             KV_BLOCK = next_power_of_2(max(Lkv, BLOCK_N))
         return min(BLOCK_Q, Lq), KV_BLOCK
-
-
-@dataclass(frozen=True, eq=False)
-class Partials:
-    """Partial results, one per row and split; only splits that had work are written.
-
-    Attributes
-    ----------
-    acc : Tensor, [B, Hq, Lq, num_splits, Dv], float32
-        Weighted sums of v, relative to m.
-    m, l : Tensor, [B, Hq, Lq, num_splits], float32
-        Maximum in log2, and sum of the weights.
-    """
-
-    acc: Tensor
-    m: Tensor
-    l: Tensor
 
 
 def vector_stride(vector: int | Tensor | None) -> tuple[Tensor | None, int, int]:

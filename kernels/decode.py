@@ -2,8 +2,8 @@
 """Split-KV decode attention over the active blocks of a programmable mask.
 
 Read the legend and `_decode_kernel` first, then `attend`, the loop that it runs over each list of
-blocks, then `flexdecode.kernels.tiles`. The launcher and the records that it takes stand at the
-end; `decode` runs this kernel and, when there are several splits, the reduction.
+blocks, then `flexdecode.kernels.tiles`. `flexdecode.kernels.launch` runs this kernel and, where
+rows may have been shared among programs, the reduction.
 
 The method is Flash-Decoding [1]_ (independent programs over parts of the KV sequence, joined
 afterwards) with the block lists of FlexAttention [2]_.
@@ -15,17 +15,9 @@ References
    Kernels", arXiv:2412.05496, 2024.
 """
 
-import math
-from dataclasses import dataclass
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from flexdecode.kernels.call import DecodeCall, Mod, Partials, vector_stride
-from flexdecode.kernels.configs import OVERSUBSCRIBE, DecodeConfig, ceil_div, split_dim
-from flexdecode.kernels.reduce import launch_reduce
 from flexdecode.kernels.tiles import (
     LOG2E,
     accumulate_pieces,
@@ -172,13 +164,14 @@ def attend(
     return m_i, l_i, acc
 
 
-# Legend: B sequences, Hq query heads, Hkv KV heads, G = Hq // Hkv, Lq query rows, Lkv key capacity,
-# D and DV head dims of keys and values. A program owns one sequence b, one KV head, one share of
-# its active blocks and one tile of BLOCK_M rows: TG query heads of the group times TQ query rows, row m of
-# the tile being head m // TQ and query m % TQ. Blocks of the table are BLOCK_Q x KV_BLOCK; a tile
-# never straddles two of its rows. A block is worked through in units of BLOCK_N keys.
-# Strides of k and v are in units of ALIGN elements, those of q and out in units of ALIGN_Q: the
-# product tells the compiler how wide it may load, while the strides stay run-time values.
+# Legend: B sequences, Hq query heads, Hkv KV heads, G = Hq // Hkv, Lq query rows, Lkv key
+# capacity, D and DV head dims of keys and values. A program owns one sequence b, one KV head, one
+# share of its active blocks and one tile of BLOCK_M rows: TG query heads of the group times TQ
+# query rows, row m of the tile being head m // TQ and query m % TQ. Blocks of the table are
+# BLOCK_Q x KV_BLOCK; a tile never straddles two of its rows. A block is worked through in units
+# of BLOCK_N keys. Strides of k and v are in units of ALIGN elements, those of q and out in units
+# of ALIGN_Q: the product tells the compiler how wide it may load, while the strides stay run-time
+# values.
 @triton.jit(do_not_specialize=RUN_TIME, do_not_specialize_on_alignment=ANY_ADDRESS)
 def _decode_kernel(
     q_ptr,  # [B, Hq, Lq, D]
@@ -483,193 +476,3 @@ def _decode_kernel(
         store_pieces(acc_ptr, part * DV, real, acc, DV, DV_0, DV_1)
         tl.store(m_ptr + part, m_i, mask=real)
         tl.store(l_ptr + part, l_i, mask=real)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How the programs of one launch are numbered: ``(item * inner + head or tile)``.
-
-    Attributes
-    ----------
-    rows, heads, nQ : int
-        Lists of active blocks, ``B * heads * nQ``; heads is 1 where all KV heads share a list.
-    inner : int
-        Programs of each item.
-    items : int
-        Items of all rows at the most.
-    tile_rows : int
-        Real rows of a tile.
-    ROWS : int
-        What `plan_items` is compiled for, or 0 where every row has the same number of splits.
-    """
-
-    rows: int
-    heads: int
-    nQ: int
-    inner: int
-    items: int
-    tile_rows: int
-    ROWS: int
-
-    @classmethod
-    def of(cls, call: DecodeCall, config: DecodeConfig) -> "Layout":
-        """Number the programs of `call`."""
-        B, Hq, Lq, _ = call.q.shape
-        Hkv = call.k.shape[1]
-        BLOCK_Q, _ = call.block_size(config.BLOCK_N)
-        tables = call.tables
-        heads = Hkv if tables is not None and tables.kv_num_blocks.shape[1] > 1 else 1
-        nQ = ceil_div(Lq, BLOCK_Q)
-        q_tiles = ceil_div(min(BLOCK_Q, Lq), config.TQ)
-        inner = Hkv // heads * q_tiles * ceil_div(Hq // Hkv, config.TG)
-        rows = B * heads * nQ
-        items = rows * config.num_splits
-        if config.plan_rows:
-            items = max(config.processors // inner, 1) * OVERSUBSCRIBE + rows
-        return cls(rows, heads, nQ, inner, items, config.TG * config.TQ, config.plan_rows)
-
-    @property
-    def programs(self) -> int:
-        """Programs of the launch."""
-        return self.items * self.inner
-
-
-def decode(call: DecodeCall, config: DecodeConfig) -> None:
-    """Run one attention call: the decode kernel and, if there are several splits, the reduction.
-
-    Moves the active blocks of `k` and `v` once per query tile, `q` and `out` once, and with splits
-    ``(Dv + 2) * 4`` bytes per row and working split, written and read.
-    """
-    if call.out.numel() == 0:
-        return
-    layout = Layout.of(call, config)
-    several = config.plan_rows > 0 or config.num_splits > 1
-    partials = empty_partials(layout if several else None, call.out)
-    launch_decode(call, config, layout, partials)
-    if several:
-        launch_reduce(call, config, layout, partials)
-
-
-def empty_partials(layout: Layout | None, out: Tensor) -> Partials:
-    """Allocate one buffer for the partial results of every program; of none without a layout."""
-    Dv = out.shape[3]
-    parts = layout.programs * layout.tile_rows if layout is not None else 0
-    scratch = torch.empty(parts * (Dv + 2), dtype=torch.float32, device=out.device)
-    acc, m, l = scratch.split([parts * Dv, parts, parts])
-    return Partials(acc=acc, m=m, l=l)
-
-
-def launch_decode(
-    call: DecodeCall, config: DecodeConfig, layout: Layout, partials: Partials
-) -> None:
-    """Launch the decode kernel; it fills `partials`, and outputs of rows with one working item."""
-    q, k, v, out, tables = call.q, call.k, call.v, call.out, call.tables
-    _, Hq, Lq, D = q.shape
-    Hkv, Lkv = k.shape[1:3]
-    Dv = v.shape[3]
-    G = Hq // Hkv
-    BLOCK_Q, KV_BLOCK = call.block_size(config.BLOCK_N)
-    stride_tb, stride_th = tables.strides() if tables is not None else (0, 0)
-    strides_k = outer_strides(k)
-    strides_v = outer_strides(v)
-    align = math.gcd(16, *strides_k, *strides_v)
-    strides_q = outer_strides(q)
-    strides_out = outer_strides(out)
-    align_q = math.gcd(16, *strides_q, *strides_out)
-    kv_len_ptr, stride_kv_len, kv_len = vector_stride(call.kv_len)
-    q_offset_ptr, stride_q_offset, q_offset = vector_stride(call.q_offset)
-    state = tables.block_state if tables is not None else None
-    D_0, D_1 = split_dim(D)
-    DV_0, DV_1 = split_dim(Dv)
-    tf32 = q.dtype == torch.float32 and call.tf32
-    score_mod = call.score_mod or Mod(None)
-    mask_mod = call.mask_mod or Mod(None)
-
-    _decode_kernel[(layout.programs,)](
-        q,
-        *(stride // align_q for stride in strides_q),
-        q.stride(3),
-        k,
-        *(stride // align for stride in strides_k),
-        k.stride(3),
-        v,
-        *(stride // align for stride in strides_v),
-        v.stride(3),
-        call.bias,
-        *(call.bias.stride() if call.bias is not None else (0, 0, 0, 0)),
-        call.sinks,
-        out,
-        *(stride // align_q for stride in strides_out),
-        call.lse,
-        call.max_scores,
-        partials.acc,
-        partials.m,
-        partials.l,
-        kv_len_ptr,
-        stride_kv_len,
-        q_offset_ptr,
-        stride_q_offset,
-        tables.kv_num_blocks if tables is not None else None,
-        tables.kv_indices if tables is not None else None,
-        tables.full_kv_num_blocks if tables is not None else None,
-        tables.full_kv_indices if tables is not None else None,
-        stride_tb,
-        stride_th,
-        tables.kv_indices.shape[3] if tables is not None else 0,
-        tables.full_kv_indices.shape[3]
-        if tables is not None and tables.full_kv_indices is not None
-        else 0,
-        state,
-        *(state_strides(state) if state is not None else (0, 0, 0)),
-        call.scale,
-        kv_len,
-        q_offset,
-        Hkv,
-        G,
-        Lq,
-        Lkv,
-        BLOCK_Q,
-        config.TG,
-        config.TQ,
-        layout.rows,
-        layout.heads,
-        layout.nQ,
-        layout.inner,
-        config.num_splits,
-        config.processors,
-        score_mod.args,
-        mask_mod.args,
-        SCORE_MOD=score_mod.fn,
-        MASK_MOD=mask_mod.fn,
-        DERIVE_OFFSET=call.q_offset is None,
-        EXACT=tables is None or tables.exact,
-        ONE_QUERY=Lq == 1,
-        ONE_TILE=layout.nQ == 1 and layout.inner * layout.heads == Hkv,
-        ROWS=layout.ROWS,
-        ALIGN=align,
-        ALIGN_Q=align_q,
-        INPUT_PRECISION="tf32" if tf32 else "ieee",
-        D=D,
-        D_0=D_0,
-        D_1=D_1,
-        DV=Dv,
-        DV_0=DV_0,
-        DV_1=DV_1,
-        KV_BLOCK=KV_BLOCK,
-        BLOCK_M=config.BLOCK_M,
-        BLOCK_N=config.BLOCK_N,
-        PDL=config.pdl,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
-
-
-def outer_strides(x: Tensor) -> tuple[int, ...]:
-    """Return (sequence, head, token) strides in elements, 0 along an axis that has one entry."""
-    return tuple(x.stride(axis) if x.shape[axis] > 1 else 0 for axis in range(3))
-
-
-def state_strides(state: Tensor) -> tuple[int, int, int]:
-    """Return (sequence, head, query block) strides of a block_state, 0 where broadcast."""
-    sequences, heads, rows, columns = state.shape
-    return (heads * rows * columns if sequences > 1 else 0), rows * columns, columns

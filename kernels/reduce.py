@@ -1,13 +1,9 @@
 # mypy: allow-untyped-defs, allow-untyped-decorators
 """Join the partial results of the splits: M, L and ACC of every row become out, LSE and maximum."""
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
-from flexdecode.kernels.call import DecodeCall, Partials, vector_stride
-from flexdecode.kernels.configs import DecodeConfig, next_power_of_2
 from flexdecode.kernels.tiles import (
     cdiv,
     count_units,
@@ -19,7 +15,7 @@ from flexdecode.kernels.tiles import (
 from flexdecode.kernels.worklist import items_of, plan_items, share_of
 
 RUN_TIME = (
-    "stride_ob stride_oh stride_ol stride_kv_len stride_tb stride_th kv_len Hq G Lq Lkv BLOCK_Q "
+    "stride_ob stride_oh stride_ol stride_kv_len stride_tb stride_th kv_len Hkv G Lq Lkv BLOCK_Q "
     "TG TQ rows heads nQ inner num_splits processors"
 ).split()
 ANY_ADDRESS = (
@@ -27,9 +23,10 @@ ANY_ADDRESS = (
 ).split()
 
 
-# Legend: B sequences, Hq query heads, G of them to a KV head, Lq query rows, DV the head dim of
-# values. A program owns one row (b, h, i) of the output; it takes SPLITS partial results at a time,
-# and only those that exist: it works out the shares of the row's blocks as the decode kernel did.
+# Legend: B sequences, Hq = Hkv * G query heads, G of them to a KV head, Lq query rows, DV the
+# head dim of values. A program owns one row (b, h, i) of the output; it takes SPLITS partial
+# results at a time, and only those that exist: it works out the shares of the row's blocks as the
+# decode kernel did.
 @triton.jit(do_not_specialize=RUN_TIME, do_not_specialize_on_alignment=ANY_ADDRESS)
 def _reduce_kernel(
     acc_ptr,  # [programs, TG * TQ, DV] float32
@@ -49,7 +46,7 @@ def _reduce_kernel(
     stride_tb: tl.int64,
     stride_th: tl.int64,
     kv_len: tl.int32,
-    Hq: tl.int32,
+    Hkv: tl.int32,
     G: tl.int32,
     Lq: tl.int32,
     Lkv: tl.int32,
@@ -73,6 +70,7 @@ def _reduce_kernel(
     # -- which row, and which programs wrote it ----
     out_row = tl.program_id(0).to(tl.int64)
     row = (out_row % Lq).to(tl.int32)
+    Hq = Hkv * G
     head = (out_row // Lq % Hq).to(tl.int32)
     b = out_row // Lq // Hq
     head_kv = head // G
@@ -156,57 +154,3 @@ def _reduce_kernel(
         tl.store(lse_ptr + out_row + tl.arange(0, 1), lse)
     if max_ptr is not None:
         tl.store(max_ptr + out_row + tl.arange(0, 1), m)
-
-
-def launch_reduce(call: DecodeCall, config: DecodeConfig, layout: Any, partials: Partials) -> None:
-    """Launch the reduction of `partials`, laid out by `layout`, into the outputs of the call.
-
-    Reads ``(Dv + 2) * 4`` bytes per row and split that had work, writes the outputs.
-    """
-    out, tables = call.out, call.tables
-    B, Hq, Lq, Dv = out.shape
-    Hkv, Lkv = call.k.shape[1:3]
-    BLOCK_Q, KV_BLOCK = call.block_size(config.BLOCK_N)
-    stride_tb, stride_th = tables.strides() if tables is not None else (0, 0)
-    kv_len_ptr, stride_kv_len, kv_len = vector_stride(call.kv_len)
-    dependent = {"launch_pdl": True} if config.pdl else {}
-
-    _reduce_kernel[(B * Hq * Lq,)](
-        partials.acc,
-        partials.m,
-        partials.l,
-        call.sinks,
-        out,
-        *out.stride()[:3],
-        call.lse,
-        call.max_scores,
-        kv_len_ptr,
-        stride_kv_len,
-        tables.kv_num_blocks if tables is not None else None,
-        tables.full_kv_num_blocks if tables is not None else None,
-        stride_tb,
-        stride_th,
-        kv_len,
-        Hq,
-        Hq // Hkv,
-        Lq,
-        Lkv,
-        BLOCK_Q,
-        config.TG,
-        config.TQ,
-        layout.rows,
-        layout.heads,
-        layout.nQ,
-        layout.inner,
-        config.num_splits,
-        config.processors,
-        ROWS=layout.ROWS,
-        DV=Dv,
-        BLOCK_DV=next_power_of_2(Dv),
-        KV_BLOCK=KV_BLOCK,
-        BLOCK_N=config.BLOCK_N,
-        SPLITS=config.reduce_splits,
-        PDL=config.pdl,
-        num_warps=config.reduce_warps,
-        **dependent,
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -14,7 +13,7 @@ from triton.runtime.errors import OutOfResources
 from flexdecode.codegen import Flavour, lower
 from flexdecode.kernels import configs
 from flexdecode.kernels.call import BlockTables, DecodeCall, Mod
-from flexdecode.kernels.decode import decode
+from flexdecode.kernels.launch import Plan, make_plan, run_plan
 from flexdecode.problem import Problem, Request, Result
 from flexdecode.tables import Tables, union_tables
 from flexdecode.trace import Traced
@@ -41,57 +40,98 @@ def run(request: Request) -> Result:
     ValueError
         A kernel option that cannot work on this device.
     """
-    problem, q, v = request.problem, request.q, request.v
+    problem, q, options = request.problem, request.q, request.options
     rows = (problem.B, problem.Hq, problem.Lq)
     out = torch.empty((*rows, problem.Dv), dtype=q.dtype, device=q.device)
-    statistics = functools.partial(torch.empty, rows, dtype=torch.float32, device=q.device)
-    lse = statistics() if request.want_lse else None
-    max_scores = statistics() if request.want_max else None
-    resolved = request.resolved
-    tables = _block_tables(resolved.tables, problem) if resolved is not None else None
-    flavour = _flavour(q, request.options.get("approx"))
-    bias = request.bias
+    lse = max_scores = None
+    if request.want_lse:
+        lse = torch.empty(rows, dtype=torch.float32, device=q.device)
+    if request.want_max:
+        max_scores = torch.empty(rows, dtype=torch.float32, device=q.device)
+    resolved, bias, sinks = request.resolved, request.bias, request.sinks
+    flavour = _flavour(q, options.get("approx"))
     call = DecodeCall(
         q=q,
         k=request.k,
-        v=v,
+        v=request.v,
         out=out,
         scale=problem.scale,
         kv_len=problem.kv_len,
-        q_offset=problem.q_offset,
+        q_offset=problem.offset,
         lse=lse,
         max_scores=max_scores,
-        tables=tables,
+        tables=None if resolved is None else _block_tables(resolved.tables, problem),
         score_mod=_mod(request.score, flavour),
-        mask_mod=_mod(resolved.mask, flavour) if resolved is not None else None,
+        mask_mod=None if resolved is None else _mod(resolved.mask, flavour),
         bias=None if bias is None else bias.expand(*rows, problem.Lkv),
-        sinks=None if request.sinks is None else request.sinks.contiguous(),
-        tf32=bool(request.options.get("tf32", False)),
+        sinks=None if sinks is None else sinks.contiguous(),
+        tf32=bool(options.get("tf32", False)),
     )
-    config = _config(problem, tables, request.k, request.options)
-    with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
-        _decode_within_limits(call, config)
+    if q.is_cuda and q.device.index != torch.cuda.current_device():
+        with torch.cuda.device(q.device):
+            _launch(call, problem, options)
+    else:
+        _launch(call, problem, options)
     return Result(out, lse, max_scores)
 
 
-# Configurations that a device turned out to be too small for, and what ran instead.
-_fitting: dict[configs.DecodeConfig, configs.DecodeConfig] = {}
+# Plans by what they depend on; a cache that grows by `torch.cat` has a new shape at every step.
+_plans: dict[tuple[Any, ...], Plan] = {}
+_MAX_PLANS = 1024
 
 
-def _decode_within_limits(call: DecodeCall, config: configs.DecodeConfig) -> None:
-    """Launch; where the compiler needed more shared memory than estimated, take smaller tiles."""
-    asked, config = config, _fitting.get(config, config)
+def _launch(call: DecodeCall, problem: Problem, options: dict[str, Any]) -> None:
+    """Find or make the plan of `call`, and run it."""
+    key = _signature(call, options)
+    plan = _plans.get(key)
+    if plan is not None:
+        run_plan(plan, call)
+        return
+    config = _config(problem, call.tables, call.k, options)
     while True:
+        plan = make_plan(call, config)
         try:
-            return decode(call, config)
-        except OutOfResources:
+            run_plan(plan, call)
+            break
+        except OutOfResources:  # the compiler needed more shared memory than estimated
             if config.num_stages > 1:
                 config = dataclasses.replace(config, num_stages=config.num_stages - 1)
             elif config.BLOCK_N > configs.MIN_TILE:
                 config = dataclasses.replace(config, BLOCK_N=config.BLOCK_N // 2)
             else:
                 raise
-            _fitting[asked] = config
+    if len(_plans) >= _MAX_PLANS:
+        _plans.pop(next(iter(_plans)))
+    _plans[key] = plan
+
+
+def _signature(call: DecodeCall, options: dict[str, Any]) -> tuple[Any, ...]:
+    """All that a plan depends on: shapes, strides and kinds, never addresses or values."""
+    q, k, v, bias, tables = call.q, call.k, call.v, call.bias, call.tables
+    kv_len = call.kv_len
+    return (
+        q.shape,
+        q.stride(),
+        k.shape,
+        k.stride(),
+        v.shape,
+        v.stride(),
+        q.dtype,
+        q.device,
+        None if bias is None else bias.stride(),
+        None if call.score_mod is None else call.score_mod.fn,
+        None if call.mask_mod is None else call.mask_mod.fn,
+        _bucket(kv_len) if type(kv_len) is int else None,
+        call.q_offset is None,
+        None if tables is None else tables.signature(),
+        call.tf32,
+        tuple(options.items()) if options else None,
+    )
+
+
+def _bucket(keys: int) -> int:
+    """Lengths between two powers of two share a plan."""
+    return configs.next_power_of_2(max(keys, 1))
 
 
 def _mod(traced: Traced | None, flavour: Flavour) -> Mod | None:
@@ -130,63 +170,30 @@ def _block_tables(tables: Tables, problem: Problem) -> BlockTables:
 def _config(
     problem: Problem, tables: BlockTables | None, k: Tensor, options: dict[str, Any]
 ) -> configs.DecodeConfig:
-    block_q, kv_block = tables.BLOCK_SIZE if tables is not None else (None, None)
+    block_q = kv_block = None
+    keys = problem.Lkv if isinstance(problem.kv_len, Tensor) else _bucket(problem.kv_len)
     lists = problem.B if isinstance(problem.kv_len, Tensor) else 1
     if tables is not None:
+        block_q, kv_block = tables.BLOCK_SIZE
         B, heads, nQ = tables.kv_num_blocks.shape
-        # A shared list is clipped nowhere, so its rows are alike; but they are numbered one by one.
         lists = problem.B * heads * nQ if max(B, heads, nQ) > 1 else 1
-    keys = problem.Lkv if isinstance(problem.kv_len, Tensor) else problem.kv_len
-    if tables is not None and tables.full_kv_indices is not None:
-        columns = tables.kv_indices.shape[3] + tables.full_kv_indices.shape[3]
-        keys = min(keys, columns * tables.BLOCK_SIZE[1])
-    return _choose(
-        problem.B,
-        problem.Hkv,
-        problem.G,
-        problem.Lq,
-        problem.D,
-        problem.Dv,
-        k.element_size(),
-        configs.next_power_of_2(max(keys, 1)),
-        _device(k.device),
-        block_q,
-        kv_block,
-        lists,
-        tuple((name, options[name]) for name in _TUNABLE if name in options),
-    )
-
-
-@functools.lru_cache(maxsize=4096)
-def _choose(
-    B: int,
-    Hkv: int,
-    G: int,
-    Lq: int,
-    D: int,
-    Dv: int,
-    itemsize: int,
-    keys: int,
-    device: configs.Device,
-    BLOCK_Q: int | None,
-    KV_BLOCK: int | None,
-    lists: int,
-    options: tuple[tuple[str, int], ...],
-) -> configs.DecodeConfig:
+        if tables.full_kv_indices is not None:
+            columns = tables.kv_indices.shape[3] + tables.full_kv_indices.shape[3]
+            keys = min(keys, columns * kv_block)
     return configs.choose_config(
-        B=B,
-        Hkv=Hkv,
-        G=G,
-        Lq=Lq,
-        D=D,
-        Dv=Dv,
-        itemsize=itemsize,
-        keys=keys,
-        device=device,
-        BLOCK_Q=BLOCK_Q,
-        KV_BLOCK=KV_BLOCK,
+        B=problem.B,
+        Hkv=problem.Hkv,
+        G=problem.G,
+        Lq=problem.Lq,
+        D=problem.D,
+        Dv=problem.Dv,
+        itemsize=k.element_size(),
+        keys=min(keys, problem.Lkv),
+        device=_device(k.device),
+        BLOCK_Q=block_q,
+        KV_BLOCK=kv_block,
         lists=lists,
-        options=dict(options),
+        options={name: options[name] for name in _TUNABLE if name in options},
     )
 
 

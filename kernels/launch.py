@@ -1,0 +1,364 @@
+"""From one attention call to launches: numbering of programs, arguments, compiled variants.
+
+A `Plan` holds what depends on shapes, strides and kinds alone, so that a call that looks like an
+earlier one only fills in its tensors. Compiled variants are kept with the plan and launched without
+Triton's own look-up, which costs more than a short kernel runs.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexdecode.kernels.call import DecodeCall, Mod, vector_stride
+from flexdecode.kernels.configs import (
+    OVERSUBSCRIBE,
+    DecodeConfig,
+    ceil_div,
+    next_power_of_2,
+    split_dim,
+)
+from flexdecode.kernels.decode import _decode_kernel
+from flexdecode.kernels.reduce import _reduce_kernel
+
+NO_MOD = Mod(None)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the programs of one launch are numbered: ``item * inner + (KV head, tile)``.
+
+    Attributes
+    ----------
+    rows, heads, nQ : int
+        Lists of active blocks, ``B * heads * nQ``; heads is 1 where all KV heads share a list.
+    inner : int
+        Programs of each item: KV heads that share a list, times tiles of its queries and heads.
+    items : int
+        Items of all rows at the most.
+    tile_rows : int
+        Real rows of a tile.
+    """
+
+    rows: int
+    heads: int
+    nQ: int
+    inner: int
+    items: int
+    tile_rows: int
+
+    @classmethod
+    def of(cls, call: DecodeCall, config: DecodeConfig) -> "Layout":
+        """Number the programs of `call`."""
+        B, Hq, Lq, _ = call.q.shape
+        Hkv = call.k.shape[1]
+        BLOCK_Q, _ = call.block_size(config.BLOCK_N)
+        tables = call.tables
+        heads = Hkv if tables is not None and tables.kv_num_blocks.shape[1] > 1 else 1
+        nQ = ceil_div(Lq, BLOCK_Q)
+        q_tiles = ceil_div(min(BLOCK_Q, Lq), config.TQ)
+        inner = Hkv // heads * q_tiles * ceil_div(Hq // Hkv, config.TG)
+        rows = B * heads * nQ
+        items = rows * config.num_splits
+        if config.plan_rows:
+            items = max(config.processors // inner, 1) * OVERSUBSCRIBE + rows
+        return cls(rows, heads, nQ, inner, items, config.TG * config.TQ)
+
+    @property
+    def programs(self) -> int:
+        """Programs of the launch."""
+        return self.items * self.inner
+
+
+# Compiled variants by kernel, constants, options and what `run_plan` finds in a call.
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+class Launch:
+    """One kernel of a plan: its grid, compile-time constants and options."""
+
+    def __init__(
+        self, kernel: Any, programs: int, constants: dict[str, Any], options: dict[str, Any]
+    ) -> None:
+        self.kernel = kernel
+        self.grid = (programs, 1, 1)
+        self.constants = constants
+        self.options = options
+        self.values = tuple(constants.values())
+        self.variants: dict[Any, Any] = _compiled.setdefault(
+            (kernel, self.values, tuple(options.items())), {}
+        )
+
+    def __call__(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> None:
+        """Launch; `key` tells apart what Triton would compile apart."""
+        variant = self.variants.get(key)
+        if variant is not None:
+            variant[self.grid](*arguments, *self.values)
+            return
+        variant = self.kernel.run(
+            *arguments, grid=self.grid, warmup=False, **self.constants, **self.options
+        )
+        if hasattr(variant, "metadata"):  # the interpreter has nothing to keep
+            self.variants[key] = variant
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What calls of one shape share. Made by `make_plan`, carried out by `run_plan`.
+
+    Attributes
+    ----------
+    config : DecodeConfig
+    layout : Layout
+    strides_*, columns : tuple of int
+        As the kernels take them.
+    last_strides : tuple of int
+        Of q, k and v; Triton compiles for a stride of 1.
+    sizes, numbering : tuple of int
+        Head counts, lengths and tile sizes; then the layout; as both kernels take them.
+    scratch : (int, int, int)
+        float32 elements of acc, m and l.
+    decode, reduce : Launch
+        ``reduce`` is None where every row has one item.
+    """
+
+    config: DecodeConfig
+    layout: Layout
+    strides_q: tuple[int, ...]
+    strides_k: tuple[int, ...]
+    strides_v: tuple[int, ...]
+    strides_out: tuple[int, ...]
+    strides_bias: tuple[int, ...]
+    strides_state: tuple[int, ...]
+    strides_tables: tuple[int, ...]
+    columns: tuple[int, ...]
+    last_strides: tuple[int, ...]
+    sizes: tuple[int, ...]
+    numbering: tuple[int, ...]
+    scratch: tuple[int, int, int]
+    decode: Launch
+    reduce: Launch | None
+
+
+def make_plan(call: DecodeCall, config: DecodeConfig) -> Plan:
+    """Work out everything about `call` but its tensors, lengths and mods' arguments."""
+    q, k, v, out, tables = call.q, call.k, call.v, call.out, call.tables
+    _, Hq, Lq, D = q.shape
+    Hkv, Lkv = k.shape[1:3]
+    Dv = v.shape[3]
+    BLOCK_Q, KV_BLOCK = call.block_size(config.BLOCK_N)
+    layout = Layout.of(call, config)
+    several = config.plan_rows > 0 or config.num_splits > 1
+    outer_k, outer_v, outer_q, outer_out = map(outer_strides, (k, v, q, out))
+    align = math.gcd(16, *outer_k, *outer_v)
+    align_q = math.gcd(16, *outer_q, *outer_out)
+    D_0, D_1 = split_dim(D)
+    DV_0, DV_1 = split_dim(Dv)
+    tf32 = q.dtype == torch.float32 and call.tf32
+    state = tables.block_state if tables is not None else None
+    decode = Launch(
+        _decode_kernel,
+        layout.programs,
+        {
+            "SCORE_MOD": (call.score_mod or NO_MOD).fn,
+            "MASK_MOD": (call.mask_mod or NO_MOD).fn,
+            "DERIVE_OFFSET": call.q_offset is None,
+            "EXACT": tables is None or tables.exact,
+            "ONE_QUERY": Lq == 1,
+            "ONE_TILE": layout.nQ == 1 and layout.inner * layout.heads == Hkv,
+            "ROWS": config.plan_rows,
+            "ALIGN": align,
+            "ALIGN_Q": align_q,
+            "INPUT_PRECISION": "tf32" if tf32 else "ieee",
+            "D": D,
+            "D_0": D_0,
+            "D_1": D_1,
+            "DV": Dv,
+            "DV_0": DV_0,
+            "DV_1": DV_1,
+            "KV_BLOCK": KV_BLOCK,
+            "BLOCK_M": config.BLOCK_M,
+            "BLOCK_N": config.BLOCK_N,
+            "PDL": config.pdl,
+        },
+        {"num_warps": config.num_warps, "num_stages": config.num_stages},
+    )
+    reduce = Launch(
+        _reduce_kernel,
+        out.shape[0] * Hq * Lq,
+        {
+            "ROWS": config.plan_rows,
+            "DV": Dv,
+            "BLOCK_DV": next_power_of_2(Dv),
+            "KV_BLOCK": KV_BLOCK,
+            "BLOCK_N": config.BLOCK_N,
+            "SPLITS": config.reduce_splits,
+            "PDL": config.pdl,
+        },
+        {"num_warps": config.reduce_warps} | ({"launch_pdl": True} if config.pdl else {}),
+    )
+    parts = layout.programs * layout.tile_rows if several else 0
+    parts += -parts % 4  # m and l then start on 16 bytes, like acc
+    full = tables.full_kv_indices if tables is not None else None
+    return Plan(
+        config=config,
+        layout=layout,
+        strides_q=(*(stride // align_q for stride in outer_q), q.stride(3)),
+        strides_k=(*(stride // align for stride in outer_k), k.stride(3)),
+        strides_v=(*(stride // align for stride in outer_v), v.stride(3)),
+        strides_out=tuple(stride // align_q for stride in outer_out),
+        strides_bias=tuple(call.bias.stride()) if call.bias is not None else (0, 0, 0, 0),
+        strides_state=state_strides(state) if state is not None else (0, 0, 0),
+        strides_tables=tables.strides() if tables is not None else (0, 0),
+        columns=(
+            tables.kv_indices.shape[3] if tables is not None else 0,
+            full.shape[3] if full is not None else 0,
+        ),
+        last_strides=(q.stride(3), k.stride(3), v.stride(3)),
+        sizes=(Hkv, Hq // Hkv, Lq, Lkv, BLOCK_Q, config.TG, config.TQ),
+        numbering=(
+            layout.rows,
+            layout.heads,
+            layout.nQ,
+            layout.inner,
+            config.num_splits,
+            config.processors,
+        ),
+        scratch=(parts * Dv, parts, parts),
+        decode=decode,
+        reduce=reduce if several else None,
+    )
+
+
+def run_plan(plan: Plan, call: DecodeCall) -> None:
+    """Launch the decode kernel and, where rows may have several items, the reduction.
+
+    Moves the active blocks of `k` and `v` once per query tile, `q` and `out` once, and
+    ``(Dv + 2) * 4`` bytes for each row and item, written and read, of rows with several items.
+    """
+    q, k, v, out = call.q, call.k, call.v, call.out
+    if out.numel() == 0:
+        return
+    tables: Any = call.tables or _NO_TABLES
+    score_mod, mask_mod = call.score_mod or NO_MOD, call.mask_mod or NO_MOD
+    kv_len_ptr, stride_kv_len, kv_len = vector_stride(call.kv_len)
+    q_offset_ptr, stride_q_offset, q_offset = vector_stride(call.q_offset)
+    scratch = torch.empty(sum(plan.scratch), dtype=torch.float32, device=out.device)
+    acc, m, l = scratch.split(plan.scratch)
+    bias, sinks, lse, max_scores = call.bias, call.sinks, call.lse, call.max_scores
+    # What Triton compiles apart and a plan does not fix: kinds of arguments, and whether addresses
+    # are multiples of 16 bytes. Mods fix the kinds of what they capture.
+    tensors = (
+        q,
+        k,
+        v,
+        out,
+        *[x for x in (*score_mod.args, *mask_mod.args) if type(x) is not float],
+    )
+    key = (
+        q.dtype,
+        plan.last_strides,
+        _kind(bias),
+        _kind(sinks),
+        lse is None,
+        max_scores is None,
+        _kind(kv_len_ptr),
+        _kind(q_offset_ptr),
+        tables.full_kv_indices is None,
+        tables.block_state is None,
+        tables.kv_indices is None,
+        tuple([x.data_ptr() & 15 == 0 for x in tensors]),
+        out.device.index,
+    )
+    plan.decode(
+        key,
+        (
+            q,
+            *plan.strides_q,
+            k,
+            *plan.strides_k,
+            v,
+            *plan.strides_v,
+            bias,
+            *plan.strides_bias,
+            sinks,
+            out,
+            *plan.strides_out,
+            lse,
+            max_scores,
+            acc,
+            m,
+            l,
+            kv_len_ptr,
+            stride_kv_len,
+            q_offset_ptr,
+            stride_q_offset,
+            tables.kv_num_blocks,
+            tables.kv_indices,
+            tables.full_kv_num_blocks,
+            tables.full_kv_indices,
+            *plan.strides_tables,
+            *plan.columns,
+            tables.block_state,
+            *plan.strides_state,
+            call.scale,
+            kv_len,
+            q_offset,
+            *plan.sizes,
+            *plan.numbering,
+            score_mod.args,
+            mask_mod.args,
+        ),
+    )
+    if plan.reduce is None:
+        return
+    plan.reduce(
+        key,
+        (
+            acc,
+            m,
+            l,
+            sinks,
+            out,
+            *out.stride()[:3],
+            lse,
+            max_scores,
+            kv_len_ptr,
+            stride_kv_len,
+            tables.kv_num_blocks,
+            tables.full_kv_num_blocks,
+            *plan.strides_tables,
+            kv_len,
+            *plan.sizes,
+            *plan.numbering,
+        ),
+    )
+
+
+def _kind(x: Tensor | None) -> torch.dtype | None:
+    return None if x is None else x.dtype
+
+
+def decode(call: DecodeCall, config: DecodeConfig) -> None:
+    """Run one attention call with a given configuration."""
+    run_plan(make_plan(call, config), call)
+
+
+def outer_strides(x: Tensor) -> tuple[int, ...]:
+    """Return (sequence, head, token) strides in elements, 0 along an axis that has one entry."""
+    return tuple(x.stride(axis) if x.shape[axis] > 1 else 0 for axis in range(3))
+
+
+def state_strides(state: Tensor) -> tuple[int, int, int]:
+    """Return (sequence, head, query block) strides of a block_state, 0 where broadcast."""
+    sequences, heads, rows, columns = state.shape
+    return (heads * rows * columns if sequences > 1 else 0), rows * columns, columns
+
+
+class _NoTables:
+    kv_num_blocks = kv_indices = full_kv_num_blocks = full_kv_indices = block_state = None
+
+
+_NO_TABLES = _NoTables()
