@@ -11,7 +11,10 @@ from numpy.typing import NDArray
 
 from flexdecode.tables import FULL, PARTIAL, Tables
 
-__all__ = ["Codes", "Lengths", "block_codes", "groups", "runs"]
+__all__ = ["Codes", "Lengths", "are_fragments", "block_codes", "groups", "runs"]
+
+MAX_LISTS = 64  # up to that many are looped over in any case
+MIN_LIST = 1 << 16  # elements of k and v that are worth a product
 
 _Item = TypeVar("_Item", bound=np.generic)
 Codes = NDArray[np.uint8]
@@ -90,6 +93,22 @@ def _spread(tables: Tables, row: int, blocks: int) -> Codes:
         which = np.nonzero(valid)
         codes[which[0], listed[which]] = code
     return codes.reshape(Bt, Ht, blocks)
+
+
+def are_fragments(codes: Codes, block_elements: int) -> bool:
+    """True where lists are many and too short to be worth a product each.
+
+    Parameters
+    ----------
+    codes : array [B or 1, Hkv or 1, G or 1, blocks]
+    block_elements : int
+        Elements of k and v in one block of all key heads.
+    """
+    lists = codes.shape[0] * codes.shape[1]
+    if lists <= MAX_LISTS:
+        return False
+    blocks = int(np.count_nonzero(codes.max(2)))
+    return bool(blocks * block_elements < MIN_LIST * lists * codes.shape[1])
 
 
 def groups(codes: Codes) -> Iterator[tuple[slice, slice, Codes]]:

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flexdecode.block_codes import Codes, Lengths, block_codes, groups, runs
+from flexdecode.block_codes import Codes, Lengths, are_fragments, block_codes, groups, runs
 from flexdecode.evaluate import evaluate
 from flexdecode.problem import Request, Result
 from flexdecode.rows import Allowed, Places, Rows
@@ -35,7 +35,6 @@ __all__ = ["run"]
 BLOCK_SIZE = (128, 128)  # when no table says otherwise
 MAX_SCORES = 1 << 22  # elements of a piece's scores: 16 MiB
 MAX_COPIED = 1 << 20  # elements of k or v converted or gathered at a time: 4 MiB, cache-sized
-MAX_GROUPS = 64  # more different lists than that are batched
 
 
 def run(request: Request) -> Result:
@@ -132,15 +131,14 @@ class _Tile:
         """Attend: the tile's rows of the results."""
         call, problem = self.call, self.call.problem
         codes = call.codes(self.start // call.block_size[0])
-        few = list(itertools.islice(groups(codes), MAX_GROUPS + 1))
         if call.invariant:
             codes = np.broadcast_to(codes, (problem.B, problem.Hkv, *codes.shape[2:]))
             for b, h in np.ndindex(codes.shape[:2]):
                 self._group(slice(b, b + 1), slice(h, h + 1), codes[b, h])
-        elif len(few) > MAX_GROUPS:
+        elif are_fragments(codes, call.block_size[1] * problem.Hkv * (problem.D + problem.Dv)):
             self._batches(codes)
         else:
-            for batch, heads, group in few:
+            for batch, heads, group in groups(codes):
                 batch = batch if len(codes) > 1 else slice(0, problem.B)
                 heads = heads if codes.shape[1] > 1 else slice(0, problem.Hkv)
                 self._group(batch, heads, group)
