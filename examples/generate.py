@@ -14,11 +14,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
+
+# Threads that wait for one another by spinning crawl when anything else runs. Read with torch.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 from model import Chat, load
