@@ -125,11 +125,11 @@ class DecodeCall:
         """
         Lq, Lkv = self.q.shape[2], self.k.shape[2]
         if self.tables is None:
-            return Lq, BLOCK_N
+            return max(Lq, 1), BLOCK_N
         BLOCK_Q, KV_BLOCK = self.tables.BLOCK_SIZE
         if KV_BLOCK > Lkv:
             KV_BLOCK = next_power_of_2(max(Lkv, BLOCK_N))
-        return min(BLOCK_Q, Lq), KV_BLOCK
+        return max(min(BLOCK_Q, Lq), 1), KV_BLOCK
 
 
 def vector_stride(vector: int | Tensor | None) -> tuple[Tensor | None, int, int]:
