@@ -120,15 +120,14 @@ class DecodeCall:
     def block_size(self, BLOCK_N: int) -> tuple[int, int]:
         """Return queries and keys of a block as the kernels see them.
 
-        A block wider than all keys is cut down to them, so that it isn't walked in vain. Without
-        tables the blocks are the kernel's own units.
+        A block much wider than all keys is cut down, so that it isn't walked in vain; by powers of
+        two, since each width is a kernel of its own. Without tables the blocks are the units.
         """
         Lq, Lkv = self.q.shape[2], self.k.shape[2]
         if self.tables is None:
             return max(Lq, 1), BLOCK_N
         BLOCK_Q, KV_BLOCK = self.tables.BLOCK_SIZE
-        if KV_BLOCK > Lkv:
-            KV_BLOCK = next_power_of_2(max(Lkv, BLOCK_N))
+        KV_BLOCK = min(KV_BLOCK, max(next_power_of_2(max(Lkv, 1)), 128, BLOCK_N))
         return max(min(BLOCK_Q, Lq), 1), KV_BLOCK
 
 

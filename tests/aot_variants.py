@@ -221,7 +221,7 @@ def count_keys():
 
     base = Variant(block=(128, 128), mask="documents", score="alibi", B=2)
     sessions = {
-        "growing cache": [replace(base, Lkv=n) for n in range(1000, 1300)],
+        "growing cache": [replace(base, Lkv=n) for n in range(1, 1300, 9)],
         "batches": [replace(base, B=b) for b in range(1, 5)],
         "heads": [replace(base, Hkv=h, G=g) for h in (1, 2, 8, 16) for g in (1, 3, 4, 16)],
     }
