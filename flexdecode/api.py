@@ -224,7 +224,7 @@ def attention(
         resolved = None
         if block_mask is not None and problem.B and problem.Lq and problem.Lkv:
             resolved = block_mask.resolve(problem, q_offset is not None)
-            if resolved.q_offset is not problem.q_offset:
+            if resolved.q_offset is not None and resolved.q_offset is not problem.offset:
                 problem = dataclasses.replace(problem, offset=resolved.q_offset)
             if resolved.scattered_rows and score is not None and "q_idx" in score.graph.uses:
                 raise ValueError(

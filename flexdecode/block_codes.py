@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from flexdecode.tables import FULL, PARTIAL, Tables
 
-__all__ = ["Codes", "Lengths", "are_fragments", "block_codes", "groups", "runs"]
+__all__ = ["Codes", "Lengths", "are_fragments", "block_codes", "false_runs", "groups"]
 
 MAX_LISTS = 64  # up to that many are looped over in any case
 MIN_LIST = 1 << 16  # elements of k and v that are worth a product
@@ -63,6 +63,8 @@ def block_codes(
         codes[(codes == FULL) & (starts + size > ends)] = PARTIAL
     heads = groups if codes.shape[1] > groups[0] else (codes.shape[1], 1)
     codes = codes.reshape(len(codes), *heads, blocks)
+    if codes.size == blocks:
+        return codes
     for dim in (0, 1, 2):
         if codes.shape[dim] > 1:
             first = codes.take([0], axis=dim)
@@ -80,17 +82,17 @@ def _spread(tables: Tables, row: int, blocks: int) -> Codes:
     for code, num_blocks, indices in lists:
         if num_blocks is None or indices is None:
             continue
-        n = num_blocks[:, :, row].numpy(force=True).reshape(-1)
-        longest = int(n.max(initial=0))
+        n = num_blocks.numpy(force=True)[:, :, row].reshape(-1)
+        longest = int(n[0]) if len(n) == 1 else int(n.max(initial=0))
         if longest == 0:
             continue
-        if tables.exact and Bt * Ht == 1:
-            codes[0, indices[0, 0, row, :longest].numpy(force=True)] = code
+        listed = indices.numpy(force=True)[:, :, row, :longest].reshape(-1, longest)
+        if len(n) == 1 and tables.exact:
+            codes[0, listed[0]] = code
             continue
-        listed = indices[:, :, row, :longest].numpy(force=True).reshape(-1, longest)
         # Entries past the count are undefined; blocks past the cache exist in longer masks.
         valid = (np.arange(longest) < n[:, None]) & (listed >= 0) & (listed < blocks)
-        which = np.nonzero(valid)
+        which = valid.nonzero()
         codes[which[0], listed[which]] = code
     return codes.reshape(Bt, Ht, blocks)
 
@@ -118,13 +120,23 @@ def groups(codes: Codes) -> Iterator[tuple[slice, slice, Codes]]:
     ----------
     codes : array [B or 1, Hkv or 1, G or 1, blocks]
     """
-    for b0, b1, by_head in runs(codes):
-        for h0, h1, group in runs(by_head):
+    for b0, b1, by_head in _runs(codes):
+        for h0, h1, group in _runs(by_head):
             if group.any():
                 yield slice(b0, b1), slice(h0, h1), group
 
 
-def runs(items: NDArray[_Item]) -> Iterator[tuple[int, int, NDArray[_Item]]]:
+def false_runs(flags: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+    """Maximal runs of False: start, stop."""
+    where = (~flags).nonzero()[0].tolist()
+    start = 0
+    for i in range(1, len(where) + 1):
+        if i == len(where) or where[i] != where[i - 1] + 1:
+            yield where[start], where[i - 1] + 1
+            start = i
+
+
+def _runs(items: NDArray[_Item]) -> Iterator[tuple[int, int, NDArray[_Item]]]:
     """Maximal runs of equal items along the first axis: start, stop, the item."""
     n = len(items)
     if n == 0:

@@ -57,8 +57,8 @@ class ResolvedMask:
         The predicate of partial blocks, in the positions of this call; None when trivially true.
     tables : Tables
         Active blocks; a key counts only if its block is listed.
-    q_offset : int or Tensor [B], int64
-        Position of each sequence's first row.
+    q_offset : int, Tensor [B] or None
+        Position of each sequence's first row; None stands for ``kv_len - Lq``.
     scattered_rows : bool
         The rows are not consecutive (a slice picked them one by one): ``q_offset + i`` is right
         for the mask, whose predicate allows for it, but for nothing else.
@@ -66,7 +66,7 @@ class ResolvedMask:
 
     mask: Traced | None
     tables: Tables
-    q_offset: int | Tensor
+    q_offset: int | Tensor | None
     scattered_rows: bool = False
 
 
@@ -590,7 +590,7 @@ class BlockMask:
             return ResolvedMask(mask, self._tables("call"), offset)
         return self._built(mask, problem, offset)
 
-    def _built(self, mask: Traced, problem: Problem, offset: int | Tensor) -> ResolvedMask:
+    def _built(self, mask: Traced, problem: Problem, offset: int | Tensor | None) -> ResolvedMask:
         check_captures(mask, problem.device)
         extent = Extent(
             problem.B,
@@ -604,7 +604,7 @@ class BlockMask:
         )
         return ResolvedMask(mask, cached_tables(mask, extent), offset)
 
-    def _was_built_for(self, problem: Problem, offset: int | Tensor) -> bool:
+    def _was_built_for(self, problem: Problem, offset: int | Tensor | None) -> bool:
         if isinstance(problem.kv_len, Tensor) or isinstance(offset, Tensor):
             return False
         kv_len = self.kv_capacity if self.kv_len is None else self.kv_len
@@ -649,9 +649,9 @@ class BlockMask:
             return problem.kv_len_rows() - problem.Lq
         return problem.kv_len - problem.Lq
 
-    def _checked_offset(self, problem: Problem, given: bool) -> int | Tensor:
+    def _checked_offset(self, problem: Problem, given: bool) -> int | Tensor | None:
         if self.kind != "fixed" and self.q_offset is None:
-            return problem.q_offset
+            return problem.offset
         own = self._offset_in(problem)
         if given and not is_same(own, problem.q_offset):
             raise ValueError(

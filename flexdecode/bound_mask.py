@@ -109,7 +109,7 @@ class BoundMask(BlockMask):
                     f"kv_len: expected what the block_mask is bound to ({shown(self.kv_len)}), "
                     f"got {shown(problem.kv_len)}; leave it out"
                 )
-        default = problem.q_offset
+        default = problem.offset
         if q_offset_given and self.q_offset is None and isinstance(self.kv_len, int):
             default = self.kv_len - self.q_len
         own_offset = default if self.q_offset is None else self.q_offset
@@ -119,7 +119,7 @@ class BoundMask(BlockMask):
                 f"got {shown(problem.q_offset)}; leave it out"
             )
         if isinstance(own_offset, Tensor):
-            own_offset = own_offset.to(torch.int64).expand(problem.B)
+            own_offset = own_offset.expand(problem.B)
         # Lengths on a device may have moved on since the last update: let backends clip.
         exact = isinstance(self.kv_len, int)
         return ResolvedMask(
@@ -185,13 +185,15 @@ def bind_mask(
 def _extent(bound: BoundMask, device: torch.device) -> Extent:
     assert bound.B is not None and bound.H is not None and bound.kv_len is not None
     assert bound.q_len is not None and bound.kv_capacity is not None
-    kv_len, offset = bound.kv_len, bound.q_offset
-    if isinstance(kv_len, Tensor):
-        kv_len = kv_len.to(torch.int64).clamp(0, bound.kv_capacity).expand(bound.B)
-    if offset is None:
-        offset = kv_len - bound.q_len
     return Extent(
-        bound.B, bound.H, bound.q_len, bound.kv_capacity, kv_len, offset, bound.BLOCK_SIZE, device
+        bound.B,
+        bound.H,
+        bound.q_len,
+        bound.kv_capacity,
+        bound.kv_len,
+        bound.q_offset,
+        bound.BLOCK_SIZE,
+        device,
     )
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
+    from flexdecode.kernels.tables import TableBuffers
     from flexdecode.tables import Extent, Tables
     from flexdecode.trace import Traced
 
-__all__ = ["build_device_tables"]
+__all__ = ["build_device_tables", "unite_heads"]
 
 
 def build_device_tables(mask: Traced, extent: Extent, buffers: Tables | None = None) -> Tables:
@@ -30,7 +32,7 @@ def build_device_tables(mask: Traced, extent: Extent, buffers: Tables | None = N
     Tables
         Padded: as wide as the grid. Entries past a count are undefined.
     """
-    from flexdecode.kernels.tables import TableBuffers
+    from flexdecode.kernels.tables import TableBuffers, launch_compact
     from flexdecode.tables import Tables
 
     nQ, nKV = extent.num_blocks()
@@ -38,11 +40,16 @@ def build_device_tables(mask: Traced, extent: Extent, buffers: Tables | None = N
     if buffers is None:
         own = TableBuffers.empty(*shape, device=extent.device)
     else:
-        full_num, full = buffers.full_kv_num_blocks, buffers.full_kv_indices
-        assert full_num is not None and full is not None
-        state = torch.empty(shape, dtype=torch.uint8, device=extent.device)
+        full_num, full, state = (
+            buffers.full_kv_num_blocks,
+            buffers.full_kv_indices,
+            buffers.states,
+        )
+        assert full_num is not None and full is not None and state is not None
         own = TableBuffers(state, buffers.kv_num_blocks, buffers.kv_indices, full_num, full)
     _launch(mask, extent, own)
+    for union in buffers.unions.values() if buffers is not None else ():
+        launch_compact(union)
     return Tables(
         own.kv_num_blocks,
         own.kv_indices,
@@ -51,7 +58,41 @@ def build_device_tables(mask: Traced, extent: Extent, buffers: Tables | None = N
         extent.BLOCK_SIZE,
         nKV,
         True,
+        own.state,
+        {} if buffers is None else buffers.unions,
     )
+
+
+def unite_heads(tables: Tables, Hkv: int) -> TableBuffers:
+    """Lists for each key head, of blocks that any query head of its group lists.
+
+    They are made once for given tables, and again whenever `build_device_tables` overwrites those.
+
+    Parameters
+    ----------
+    tables : Tables
+        With lists for each of Hq query heads.
+    Hkv : int
+        Divides Hq.
+
+    Returns
+    -------
+    TableBuffers
+        ``state`` has Hq heads, the lists have Hkv.
+    """
+    from flexdecode.kernels.tables import TableBuffers, launch_compact
+    from flexdecode.tables import table_states
+
+    union = tables.unions.get(Hkv)
+    if union is None:
+        states = table_states(tables) if tables.states is None else tables.states
+        B, _, nQ, nKV = states.shape
+        union = dataclasses.replace(
+            TableBuffers.empty(B, Hkv, nQ, nKV, states.device, states=False), state=states
+        )
+        launch_compact(union)
+        tables.unions[Hkv] = union
+    return union
 
 
 def _launch(mask: Traced, extent: Extent, buffers: object) -> None:

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-__all__ = ["Allowed", "Places", "Rows"]
+from flexdecode.evaluate import evaluate
+from flexdecode.softmax import dots
+
+if TYPE_CHECKING:
+    from flexdecode.trace import Traced
+
+__all__ = ["Allowed", "Places", "Rows", "scored"]
 
 
 @dataclass(frozen=True, eq=False)
 class Places:
     """Index arguments of the mods for X sequences by Y key heads, int64."""
 
-    b: Tensor  # [X, 1, 1, 1, 1]
-    h: Tensor  # [X or 1, Y, G, 1, 1]
-    q_idx: Tensor  # [X or 1, 1, 1, T, 1]
+    b: Tensor | int  # [X, 1, 1, 1, 1]
+    h: Tensor | int  # [X or 1, Y, G, 1, 1]; 0 when nobody asks
+    q_idx: Tensor | int  # [X or 1, 1, 1, T, 1]
     kv_len: Tensor | None  # [X, 1, 1, 1, 1]; None when all are equal
 
 
@@ -55,3 +63,59 @@ class Allowed:
 
     start: int
     mask: Tensor  # [X or 1, Y or 1, G or 1, T or 1, n], bool
+
+
+def scored(
+    rows: Rows,
+    kv_idx: Callable[[], Tensor],
+    rule: Traced | None,
+    allowed: list[Allowed],
+    T: int,
+    owned: bool,
+) -> tuple[Tensor, Tensor]:
+    """Scores of some rows, ``-inf`` where not allowed, and values fit to be weighted by 0.
+
+    Parameters
+    ----------
+    rows : Rows
+    kv_idx : callable () -> Tensor [X or 1, 1, 1, 1, N], int64
+        Positions of the keys, made when `rule` asks.
+    rule : Traced or None
+        The score mod.
+    allowed : list of Allowed
+    T : int
+        Query rows.
+    owned : bool
+        ``rows.v`` is a copy, free to be written to.
+
+    Returns
+    -------
+    score : Tensor, [X, Y, M, N], float32
+    v : Tensor, [X or 1, Y, N, Dv], float32
+        Zero where no row may see a key: NaN times 0 would be NaN.
+    """
+    k, v = rows.k.float(), rows.v.float()
+    X, Y, M, _ = rows.q.shape
+    score = dots(rows.q, k)
+    if rule is None and rows.bias is None and not allowed:
+        return score, v
+    owned = owned or v is not rows.v  # converted
+    score = score.view(X, Y, -1, T, k.shape[2])
+    if rows.bias is not None:
+        score.add_(rows.bias)
+    if rule is not None:
+        at, shape = rows.places(), score.shape
+        changed = evaluate(rule, at.b, at.h, at.q_idx, kv_idx(), score)
+        # Smaller than the scores, it may be the user's own tensor, not to be written to.
+        score = changed if changed.shape == shape else changed.expand(shape).clone()
+    for each in allowed:
+        columns = slice(each.start, each.start + each.mask.shape[-1])
+        score[..., columns].masked_fill_(~each.mask, -torch.inf)
+        unseen = ~each.mask.any(dim=3).any(dim=2)  # [X or 1, Y or 1, n]
+        if unseen.any():
+            if unseen.shape[0] > v.shape[0]:
+                v, owned = v.expand(X, -1, -1, -1), False
+            if not owned:
+                v, owned = v.clone(), True
+            v[:, :, columns].masked_fill_(unseen.unsqueeze(-1), 0.0)
+    return score.reshape(X, Y, M, -1), v

@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["State", "attended", "product"]
+__all__ = ["State", "attended", "dots", "product"]
+
+FEW_ROWS = 8
+CACHED = 1 << 21  # elements of a float32 factor that a processor's cache may hold
 
 _LOWEST = torch.finfo(torch.float32).min
 
@@ -94,6 +97,16 @@ def product(x: Tensor, w: Tensor) -> Tensor:
     if X > 1 and Y > 1 and w.stride(0) != Y * w.stride(1):  # matmul would copy w to join the two
         return torch.stack([torch.bmm(x[i], w[i]) for i in range(X)])
     return torch.matmul(x, w)
+
+
+def dots(q: Tensor, k: Tensor) -> Tensor:
+    """``q @ k^T`` for q [X, Y, M, K] and k [X or 1, Y, N, K], without copying k."""
+    X, Y, M, _ = q.shape
+    joined = X == 1 or Y == 1 or k.stride(0) == Y * k.stride(1)
+    if M <= FEW_ROWS and k.shape[0] == X and joined and k.numel() > CACHED:
+        # Matrix products stream a large left factor faster than a large right one.
+        return torch.matmul(k, q.transpose(-1, -2)).transpose(-1, -2).contiguous()
+    return product(q, k.transpose(-1, -2))
 
 
 def _finite(m: Tensor) -> Tensor:

@@ -8,15 +8,15 @@ exists: the predicate is evaluated in chunks of bounded size and each chunk is r
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from flexdecode.block_states import EMPTY, FULL, PARTIAL, Extent, Strip, block_states, block_strips
 from flexdecode.device_tables import build_device_tables
-from flexdecode.evaluate import evaluate
 
 if TYPE_CHECKING:
     from flexdecode.trace import Traced
@@ -37,11 +37,7 @@ __all__ = [
     "union_tables",
 ]
 
-EMPTY, PARTIAL, FULL = 0, 1, 2  # values of a block state
-
-WORK_ELEMENTS = 1 << 22  # most elements evaluated at a time
 _PADDED_ENTRIES = 1 << 22  # lists of bigger grids are as wide as their longest row only
-_WORD = 0x0101010101010101  # eight True bytes read as one int64
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +60,11 @@ class Tables:
     exact : bool
         Built for this very call: ascending, no listed block starts at or after ``kv_len`` and no
         full block crosses it. Otherwise a backend clips to ``kv_len`` itself.
+    states : Tensor or None, [Bt, Ht, nQ, nKV], uint8
+        The block states that the lists were made of, where they are kept.
+    unions : dict of int to object
+        What a backend made of lists by query head for so many key heads; it moves along when the
+        tables are overwritten.
     """
 
     kv_num_blocks: Tensor
@@ -73,6 +74,8 @@ class Tables:
     BLOCK_SIZE: tuple[int, int]
     num_kv_blocks: int
     exact: bool
+    states: Tensor | None = None
+    unions: dict[int, Any] = field(default_factory=dict)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -101,61 +104,8 @@ class Tables:
             kv_indices=change(self.kv_indices),
             full_kv_num_blocks=None if full_num is None else change(full_num),
             full_kv_indices=None if full is None else change(full),
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class Extent:
-    """What tables are built for: sizes, lengths and positions of one call.
-
-    Attributes
-    ----------
-    B, H : int
-        Batch and query heads.
-    Lq, Lkv : int
-        Query rows, and capacity of the keys.
-    kv_len : int or Tensor [B], int32 or int64
-        Valid keys; tensor values are clamped to ``[0, Lkv]``.
-    q_offset : int or Tensor [B], int32 or int64
-        Position of the first query row.
-    BLOCK_SIZE : (int, int)
-        Queries and keys of a block.
-    device : torch.device
-    """
-
-    B: int
-    H: int
-    Lq: int
-    Lkv: int
-    kv_len: int | Tensor
-    q_offset: int | Tensor
-    BLOCK_SIZE: tuple[int, int]
-    device: torch.device
-
-    def num_blocks(self) -> tuple[int, int]:
-        """Rows and columns of blocks."""
-        return -(-self.Lq // self.BLOCK_SIZE[0]), -(-self.Lkv // self.BLOCK_SIZE[1])
-
-    def entries(self) -> int:
-        """Blocks in all."""
-        nQ, nKV = self.num_blocks()
-        return self.B * self.H * nQ * nKV
-
-    def for_mask(self, mask: Traced) -> Extent:
-        """Return it with B and H of 1 where neither `mask` nor the lengths need them."""
-        uses = mask.graph.uses
-        kv_len, q_offset = self.kv_len, self.q_offset
-        if isinstance(kv_len, Tensor):
-            kv_len = kv_len.to(torch.int64).clamp(0, self.Lkv).expand(self.B)
-        if isinstance(q_offset, Tensor):
-            q_offset = q_offset.to(torch.int64).expand(self.B) if "q_idx" in uses else 0
-        by_batch = "b" in uses or isinstance(kv_len, Tensor) or isinstance(q_offset, Tensor)
-        return replace(
-            self,
-            B=self.B if by_batch else 1,
-            H=self.H if "h" in uses else 1,
-            kv_len=kv_len,
-            q_offset=q_offset,
+            states=None,
+            unions={},
         )
 
 
@@ -175,11 +125,14 @@ def build_tables(mask: Traced, extent: Extent, *, compact: bool | None = None) -
     -------
     Tables
     """
-    reduced = extent.for_mask(mask)
-    if extent.device.type == "cuda" and not compact and reduced.entries() <= _PADDED_ENTRIES:
-        return build_device_tables(mask, reduced)
+    if compact is None:
+        compact = extent.for_kernels(mask).entries() > _PADDED_ENTRIES
+    if compact:
+        return _compact_tables(block_strips(mask, extent), extent.for_mask(mask))
+    if extent.device.type == "cuda":
+        return build_device_tables(mask, extent.for_kernels(mask))
     return tables_from_mask_states(
-        block_states(mask, extent), extent.BLOCK_SIZE, exact=True, compact=compact
+        block_states(mask, extent), extent.BLOCK_SIZE, exact=True, compact=False
     )
 
 
@@ -189,150 +142,12 @@ def build_into(buffers: Tables, mask: Traced, extent: Extent) -> None:
     Addresses stay and a GPU is never waited for, so it can be captured in a graph.
     """
     if extent.device.type == "cuda":
-        build_device_tables(mask, extent.for_mask(mask), buffers)
+        build_device_tables(mask, extent.for_kernels(mask), buffers)
         return
     for old, new in zip(
         buffers.tensors, build_tables(mask, extent, compact=False).tensors, strict=True
     ):
         old.copy_(new)
-
-
-def block_states(mask: Traced, extent: Extent) -> Tensor:
-    """Tell empty, partial and full blocks apart.
-
-    Returns
-    -------
-    Tensor, [Bt, Ht, nQ, nKV], uint8
-        `EMPTY`, `PARTIAL` or `FULL`; Bt and Ht as in `build_tables`.
-    """
-    return _evaluated_states(mask, extent.for_mask(mask))
-
-
-@dataclass(frozen=True)
-class _Span:
-    """Elements ``start .. stop`` of an axis: `blocks` blocks, or a part of one, from `block` on."""
-
-    start: int
-    stop: int
-    block: int
-    blocks: int
-
-    @property
-    def blocks_slice(self) -> slice:
-        return slice(self.block, self.block + self.blocks)
-
-
-def _spans(length: int, block: int, most: int) -> list[_Span]:
-    """Cut an axis into groups of whole blocks; into parts of blocks where one exceeds `most`."""
-    spans = []
-    start = 0
-    while start < length:
-        first = start // block
-        count = min(most, length - start) // block
-        if start % block == 0 and count:
-            stop = start + count * block
-        else:
-            count = 1
-            stop = min(start + most, length, (first + 1) * block)
-        spans.append(_Span(start, stop, first, count))
-        start = stop
-    return spans
-
-
-def _evaluated_states(mask: Traced, extent: Extent) -> Tensor:
-    """Block states by evaluating every element, one bounded chunk at a time."""
-    block_q, block_kv = extent.BLOCK_SIZE
-    Bt, Ht, Lq, kv_len, device = extent.B, extent.H, extent.Lq, extent.kv_len, extent.device
-    states = torch.zeros((Bt, Ht, *extent.num_blocks()), dtype=torch.uint8, device=device)
-    if isinstance(kv_len, int):
-        end = kv_len
-    elif kv_len.device.type == "cpu" and kv_len.numel():
-        end = int(kv_len.max())  # free to read on the host; elsewhere the capacity stands in
-    else:
-        end = extent.Lkv
-    if states.numel() == 0 or end == 0:
-        return states
-
-    # The last block of several is evaluated whole, its positions kept inside the keys.
-    lone = end <= block_kv
-    kv_stop = end if lone else -(-end // block_kv) * block_kv
-    cell_q, cell_kv = min(block_q, Lq), min(block_kv, kv_stop)
-    kv_most = min(max(WORK_ELEMENTS // cell_q, min(cell_kv, 1024)), kv_stop)
-    q_most = min(max(WORK_ELEMENTS // kv_most, 1), Lq)
-    h_most = min(max(WORK_ELEMENTS // (kv_most * q_most), 1), Ht)
-    b_most = max(WORK_ELEMENTS // (kv_most * q_most * h_most), 1)
-    bounded = isinstance(kv_len, Tensor) or kv_stop != end
-
-    for b_part in _parts(Bt, b_most):
-        b = _axis(b_part, 0, device) if "b" in mask.graph.uses else 0
-        length, offset = _rows(kv_len, b_part), _rows(extent.q_offset, b_part)
-        for h_part in _parts(Ht, h_most):
-            h = _axis(h_part, 1, device) if "h" in mask.graph.uses else 0
-            for kv in _spans(kv_stop, block_kv, kv_most):
-                kv_idx = _axis(slice(kv.start, kv.stop), 3, device)
-                inside = kv_idx < length if bounded else None
-                if kv.stop > extent.Lkv:
-                    kv_idx = kv_idx.clamp(max=extent.Lkv - 1)
-                for q in _spans(Lq, block_q, q_most):
-                    q_idx = _axis(slice(q.start, q.stop), 2, device) + offset
-                    allowed = evaluate(mask, b, h, q_idx, kv_idx)
-                    if inside is not None:
-                        allowed = allowed & inside
-                    piece = _reduced(allowed, q, kv)
-                    if lone and end < block_kv:
-                        piece.clamp_(max=PARTIAL)  # the block crosses the end of the keys
-                    part = states[b_part, h_part, q.blocks_slice, kv.blocks_slice]
-                    if q.start % block_q or kv.start % block_kv:
-                        piece = torch.where(part == piece, part, PARTIAL)
-                    part.copy_(piece)
-    return states
-
-
-def _parts(size: int, most: int) -> list[slice]:
-    return [slice(start, min(start + most, size)) for start in range(0, size, most)]
-
-
-def _axis(part: slice, dim: int, device: torch.device) -> Tensor:
-    """Indices of `part` along one of four dims."""
-    shape = [1, 1, 1, 1]
-    shape[dim] = -1
-    return torch.arange(part.start, part.stop, device=device).view(shape)
-
-
-def _rows(value: int | Tensor, part: slice) -> int | Tensor:
-    return value[part].view(-1, 1, 1, 1) if isinstance(value, Tensor) else value
-
-
-def _reduced(allowed: Tensor, q: _Span, kv: _Span) -> Tensor:
-    """State of each block of a chunk.
-
-    Parameters
-    ----------
-    allowed : Tensor, broadcasts to [b, h, q, kv], bool
-    q, kv : _Span
-
-    Returns
-    -------
-    Tensor, broadcasts to [b, h, q.blocks, kv.blocks], uint8, owned
-    """
-    while allowed.dim() < 4:
-        allowed = allowed[None]
-    # Booleans are compared as bytes, or eight at a time: torch.any is fifty times slower on a CPU.
-    some = every = allowed.view(torch.uint8)
-    if allowed.shape[3] > 1:
-        size = (kv.stop - kv.start) // kv.blocks
-        if size % 8 == 0 and size <= 2040 and some.storage_offset() % 8 == 0:
-            words = some.contiguous().view(torch.int64)
-            total = words.view(*words.shape[:3], kv.blocks, -1).sum(-1)  # bytes never carry
-            some, every = total.ne(0).view(torch.uint8), total.eq(_WORD * (size // 8))
-            every = every.view(torch.uint8)
-        else:
-            by_block = some.reshape(*some.shape[:3], kv.blocks, size)
-            some, every = by_block.amax(-1), by_block.amin(-1)
-    if allowed.shape[2] > 1:
-        shape = (*some.shape[:2], q.blocks, -1, some.shape[3])
-        some, every = some.reshape(shape).amax(3), every.reshape(shape).amin(3)
-    return some + every
 
 
 def tables_from_mask_states(
@@ -389,6 +204,46 @@ def _ordered(listed: Tensor, compact: bool) -> tuple[Tensor, Tensor]:
     numbers = torch.arange(listed.shape[-1], dtype=torch.int32, device=listed.device)
     order = torch.where(listed, numbers, listed.shape[-1]).sort(-1).values[..., :columns]
     return counts, order.masked_fill(order == listed.shape[-1], 0)
+
+
+@dataclass(frozen=True, eq=False)
+class _Entries:
+    """Listed blocks of a strip: counts [Bt, Ht, rows] and their columns, row by row."""
+
+    first_row: int
+    counts: Tensor
+    columns: Tensor
+
+
+def _compact_tables(strips: Iterator[Strip], extent: Extent) -> Tables:
+    """Ordered lists as wide as the longest one, from states that come a strip at a time."""
+    kinds: dict[int, list[_Entries]] = {PARTIAL: [], FULL: []}
+    for strip in strips:
+        rows = strip.states.reshape(-1, strip.states.shape[3])
+        row, column = rows.nonzero(as_tuple=True)
+        state = rows[row, column]
+        column = (column + strip.first_column).to(torch.int32)
+        for kind, entries in kinds.items():
+            listed = state == kind
+            counts = torch.bincount(row[listed], minlength=len(rows)).to(torch.int32)
+            shape = strip.states.shape[:3]
+            entries.append(_Entries(strip.first_row, counts.view(shape), column[listed]))
+    partial, full = (_joined(entries, extent) for entries in kinds.values())
+    return Tables(*partial, *full, extent.BLOCK_SIZE, extent.num_blocks()[1], True)
+
+
+def _joined(parts: list[_Entries], extent: Extent) -> tuple[Tensor, Tensor]:
+    shape = (extent.B, extent.H, extent.num_blocks()[0])
+    counts = torch.zeros(shape, dtype=torch.int32, device=extent.device)
+    for part in parts:
+        counts[:, :, part.first_row : part.first_row + part.counts.shape[2]] = part.counts
+    width = int(counts.max()) if counts.numel() else 0
+    indices = torch.zeros((*shape, width), dtype=torch.int32, device=extent.device)
+    place = torch.arange(width, device=extent.device)
+    for part in parts:
+        into = indices[:, :, part.first_row : part.first_row + part.counts.shape[2]]
+        into[place < part.counts[..., None]] = part.columns
+    return counts, indices
 
 
 def table_states(tables: Tables) -> Tensor:

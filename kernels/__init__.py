@@ -1,4 +1,15 @@
-"""Triton kernels. Import as ``flexdecode.kernels``."""
+"""Triton kernels. Import as ``flexdecode.kernels``.
+
+Read `decode` first (the legend, the kernel, its loop), then `tiles`, `worklist` and `reduce`;
+`tables` builds block tables, `launch` turns a call into launches, `configs` chooses tiles.
+"""
 
 if __name__ != "flexdecode.kernels":
-    raise ImportError("this folder is the package flexdecode.kernels: import it by that name")
+    # Not an error at once: with this repository on sys.path, transformers looks for Hugging Face's
+    # package of this name, imports what it finds, and asks for its version.
+    __path__ = []
+
+    def __getattr__(name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ImportError("this folder is the package flexdecode.kernels: import it by that name")

@@ -7,7 +7,6 @@ each block to one byte.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -77,24 +76,35 @@ def _classify_kernel(
     tl.store(state_ptr + at, state.to(tl.uint8), mask=blocks < nKV)
 
 
-@triton.jit(do_not_specialize=["nKV", "columns"])
+@triton.jit(do_not_specialize=["nKV", "nQ", "group", "columns"])
 def _compact_kernel(
-    state_ptr,  # [rows, nKV] uint8
+    state_ptr,  # [lists, group, nQ, nKV] uint8
     num_ptr,  # [rows] int32, written
     indices_ptr,  # [rows, columns] int32, written up to the count
     full_num_ptr,  # [rows] int32, written
     full_indices_ptr,  # [rows, columns] int32, written up to the count
     nKV: tl.int32,
+    nQ: tl.int32,
+    group: tl.int32,
     columns: tl.int64,
     C: tl.constexpr,
 ):
-    """List the partial and the full blocks of one row, ascending."""
+    """List the partial and the full blocks of one row, ascending.
+
+    A row may stand for a group of heads: it lists what any of them does, as full what is for all.
+    """
     row = tl.program_id(0).to(tl.int64)
+    state_ptr += (row // nQ * group * nQ + row % nQ) * nKV
     partial = 0
     full = 0
     for start in tl.range(0, loop_bound(nKV), C):
         blocks = start + tl.arange(0, C)  # [C]
-        state = tl.load(state_ptr + row * nKV + blocks, mask=blocks < nKV, other=0)
+        state = tl.load(state_ptr + blocks, mask=blocks < nKV, other=0).to(tl.int32)
+        for head in tl.range(1, loop_bound(group)):
+            other_ptr = state_ptr + nQ.to(tl.int64) * nKV * head
+            other = tl.load(other_ptr + blocks, mask=blocks < nKV, other=0).to(tl.int32)
+            # The same on all heads: itself; otherwise partial, if anyone lists it.
+            state = tl.where(state == other, state, 1)
         is_partial = (state == 1).to(tl.int32)
         is_full = (state == 2).to(tl.int32)
         at = row * columns + partial + tl.cumsum(is_partial, 0) - is_partial
@@ -113,7 +123,7 @@ class TableBuffers:
 
     Attributes
     ----------
-    state : Tensor, [B or 1, heads, nQ, nKV], uint8, contiguous
+    state : Tensor, [B or 1, heads or heads * group, nQ, nKV], uint8, contiguous
     kv_num_blocks, full_kv_num_blocks : Tensor, [B or 1, heads, nQ], int32, contiguous
     kv_indices, full_kv_indices : Tensor, [B or 1, heads, nQ, columns], int32, contiguous
         ``columns >= nKV``; entries past a count are left as they are.
@@ -126,13 +136,15 @@ class TableBuffers:
     full_kv_indices: Tensor
 
     @classmethod
-    def empty(cls, B: int, heads: int, nQ: int, nKV: int, device: torch.device) -> "TableBuffers":
-        """Allocate; the lists share one buffer."""
+    def empty(
+        cls, B: int, heads: int, nQ: int, nKV: int, device: torch.device, *, states: bool = True
+    ) -> "TableBuffers":
+        """Allocate, `states` too or none of them; the lists share one buffer."""
         rows = B * heads * nQ
         lists = torch.empty(2 * rows * (1 + nKV), dtype=torch.int32, device=device)
         num, full_num, indices, full = lists.split([rows, rows, rows * nKV, rows * nKV])
         shape = (B, heads, nQ)
-        state = torch.empty((*shape, nKV), dtype=torch.uint8, device=device)
+        state = torch.empty((*shape, nKV if states else 0), dtype=torch.uint8, device=device)
         return cls(
             state,
             num.view(shape),
@@ -205,16 +217,19 @@ def launch_tables(
 
 def launch_compact(buffers: TableBuffers) -> None:
     """Fill the lists of `buffers` from its states."""
-    nKV = buffers.state.shape[3]
-    arguments: tuple[Any, ...] = (
+    _, heads, nQ, nKV = buffers.state.shape
+    rows = buffers.kv_num_blocks.numel()
+    if rows == 0:
+        return
+    _compact_kernel[(rows,)](
         buffers.state,
         buffers.kv_num_blocks,
         buffers.kv_indices,
         buffers.full_kv_num_blocks,
         buffers.full_kv_indices,
         nKV,
+        nQ,
+        heads // buffers.kv_num_blocks.shape[1],
         buffers.kv_indices.shape[3],
-    )
-    _compact_kernel[(buffers.kv_num_blocks.numel(),)](
-        *arguments, C=min(COMPACT_TILE, next_power_of_2(nKV))
+        C=min(COMPACT_TILE, next_power_of_2(max(nKV, 1))),
     )

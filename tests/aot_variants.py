@@ -62,6 +62,7 @@ class Variant:
     mask: str = ""
     score: str = ""
     kv_len: str = "int"
+    lists: int = 1
     per_head: bool = False
     bias: bool = False
     sinks: bool = False
@@ -78,12 +79,14 @@ EVERYWHERE = {
     "speculative": Variant(B=64, Lq=4, block=(16, 32), mask="causal", exact=False, sinks=True),
     "latent": Variant(Hkv=1, G=128, dims=(576, 512), kv_len="tensor"),
     "float32": Variant(dims=(64, 64), dtype=torch.float32, block=(128, 128), mask="causal"),
+    "ragged": Variant(B=32, kv_len="tensor", lists=32),
     "per head": Variant(block=(128, 64), mask="causal", per_head=True, dims=(80, 80)),
 }
 ON_ONE_TARGET = {
     "direct": Variant(B=64, Lkv=4096, dims=(64, 64), aux=True),
     "prefill": Variant(Lq=512, block=(128, 128), mask="causal", dtype=torch.float16),
     "tf32": Variant(dtype=torch.float32, tf32=True, bias=True),
+    "float32 wide": Variant(dims=(256, 256), dtype=torch.float32),
     "odd": Variant(dims=(31, 31), G=71, Hkv=1, strided=True, block=(128, 20), mask="causal"),
     "small": Variant(dims=(4, 4), block=(128, 8), mask="documents"),
     "wide": Variant(B=8, G=2, dims=(256, 256), block=(128, 128), full=False, mask="causal"),
@@ -132,6 +135,7 @@ def make_call(variant, device):
         device=device,
         BLOCK_Q=variant.block[0] if variant.block else None,
         KV_BLOCK=variant.block[1] if variant.block else None,
+        lists=variant.lists,
         options=dict(variant.options),
     )
     call = DecodeCall(

@@ -6,6 +6,8 @@ import os
 
 # Small tensors: more threads than this cost more than they give. Read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
+# Threads that spin while they wait slow a busy machine down by much.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from collections.abc import Callable
 from pathlib import Path

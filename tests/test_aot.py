@@ -29,7 +29,8 @@ def variants(argument, tmp_path):
 def test_variants_compile(target, tmp_path):
     for record in variants(target, tmp_path):
         assert record["shared"] <= record["shared_limit"], record
-        assert record.get("local", 0) == 0, record
+        # Where registers run out altogether, thousands of bytes a thread are spilled.
+        assert record.get("stack", 0) <= 1024, record
         if record["variant"] == "dense" and "registers" in record and "decode" in record["kernel"]:
             # K and V arrive 16 bytes at a time, asynchronously, several tiles ahead.
             assert record["cp_async"] == record["cp_async_16"] > 0, record

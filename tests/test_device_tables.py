@@ -51,7 +51,9 @@ def test_kernel_tables_equal_evaluated_tables(name, shape):
         (tables.kv_num_blocks, tables.kv_indices),
         (tables.full_kv_num_blocks, tables.full_kv_indices),
     ):
-        for count, row in zip(counts.flatten().tolist(), indices.flatten(0, 2).tolist(), strict=True):
+        for count, row in zip(
+            counts.flatten().tolist(), indices.flatten(0, 2).tolist(), strict=True
+        ):
             assert row[:count] == sorted(row[:count])
 
 

@@ -128,6 +128,7 @@ class Case:
     Lq: int = 1
     dims: tuple[int, int] = (64, 64)
     num_splits: int = 1
+    plan: bool = False
     kv_len: str = "capacity"
     q_offset: str = "derived"
     mask: str = "none"
@@ -157,6 +158,7 @@ FACTORS = {
     "Lq": (1, 2, 5, 17, 130),
     "dims": ((4, 4), (8, 8), (31, 31), (64, 64), (80, 80), (96, 40), (128, 128), (192, 128)),
     "num_splits": (1, 2, 7),
+    "plan": (False, True),
     "kv_len": ("capacity", "int", "ragged", "broadcast"),
     "q_offset": ("derived", "int", "rows"),
     "mask": ("none", "window", "head", "document", "key", "sequence"),
@@ -203,7 +205,7 @@ def affordable(row):
     if DEVICE == "cuda":
         return Case(**row)
     row = dict(row)
-    if row["num_splits"] > 1 and row["G"] * row["Lq"] > 60:
+    if row["num_splits"] + row["plan"] > 1 and row["G"] * row["Lq"] > 60:
         row["Lq"] = min(row["Lq"], max(60 // row["G"], 1))
     big = row["G"] * row["Lq"] > 60
     return Case(**row, Hkv=1 if big else 2, Lkv=70 if big or row["block"][1] < 32 else 130)
@@ -395,6 +397,8 @@ def run(case, device=INTERPRETED, options=None):
         KV_BLOCK=case.block[1] if tables is not None else None,
         options={"num_splits": case.num_splits} | (options or {}),
     )
+    if case.plan:
+        config = replace(config, plan_rows=128, processors=3)
     call = DecodeCall(
         lay_out(q, case.layout),
         lay_out(k, case.layout),

@@ -14,7 +14,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent))
 from mask_oracle import dense_states
 
-from flexdecode import tables as tables_module
+from flexdecode import block_states as states_module
 from flexdecode.tables import (
     Extent,
     block_states,
@@ -241,7 +241,7 @@ def test_chunks_of_any_size_give_the_same_tables(monkeypatch, work):
     masks = [window, strided, windows_by_head, lengths_by_batch]
     whole = [states_of(mask, extent(50, 110, (16, 24), B=3, H=4)) for mask in masks]
     lone = states_of(causal, extent(50, 110, (1 << 20, 1 << 20)))
-    monkeypatch.setattr(tables_module, "WORK_ELEMENTS", work)
+    monkeypatch.setattr(states_module, "WORK_ELEMENTS", work)
     seen = []
 
     def watched(mask, b, h, q_idx, kv_idx):
@@ -249,8 +249,8 @@ def test_chunks_of_any_size_give_the_same_tables(monkeypatch, work):
         seen.append(result.numel())
         return result
 
-    evaluate = tables_module.evaluate
-    monkeypatch.setattr(tables_module, "evaluate", watched)
+    evaluate = states_module.evaluate
+    monkeypatch.setattr(states_module, "evaluate", watched)
     for mask, expected in zip(masks, whole, strict=True):
         assert torch.equal(states_of(mask, extent(50, 110, (16, 24), B=3, H=4)), expected)
     assert torch.equal(states_of(causal, extent(50, 110, (1 << 20, 1 << 20))), lone)

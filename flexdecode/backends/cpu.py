@@ -23,11 +23,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flexdecode.block_codes import Codes, Lengths, are_fragments, block_codes, groups, runs
+from flexdecode.block_codes import Codes, Lengths, are_fragments, block_codes, false_runs, groups
 from flexdecode.evaluate import evaluate
 from flexdecode.problem import Request, Result
-from flexdecode.rows import Allowed, Places, Rows
-from flexdecode.softmax import State, attended, product
+from flexdecode.rows import Allowed, Places, Rows, scored
+from flexdecode.softmax import State, attended
 from flexdecode.tables import FULL, PARTIAL
 
 __all__ = ["run"]
@@ -82,12 +82,15 @@ class _Call:
         self.mask = None if resolved is None else resolved.mask
         self.tables = None if resolved is None else resolved.tables
         self.block_size = BLOCK_SIZE if self.tables is None else self.tables.BLOCK_SIZE
+        self.ragged = False
         if isinstance(problem.kv_len, int):
-            lengths = np.full(1, problem.kv_len, dtype=np.int64)
+            self.lengths: Lengths = np.array([problem.kv_len], dtype=np.int64)
         else:
             lengths = problem.kv_len_rows().numpy(force=True)
-        self.ragged = bool((lengths != lengths[0]).any())
-        self.lengths: Lengths = lengths if self.ragged else lengths[:1]
+            self.ragged = bool((lengths != lengths[0]).any())
+            self.lengths = lengths if self.ragged else lengths[:1]
+        rules = [rule for rule in (self.mask, request.score) if rule is not None]
+        self.uses = frozenset[str]().union(*[rule.graph.uses for rule in rules])
         options = request.options
         self.state_dtype = options.get("partial_dtype", torch.float32)
         self.splits = options.get("num_splits", 1)
@@ -159,28 +162,37 @@ class _Tile:
         call, problem, request = self.call, self.call.problem, self.call.request
 
         def part(x: Tensor) -> Tensor:
-            x = x[batch] if x.shape[0] > 1 else x
-            return x[:, heads] if x.shape[1] > 1 else x
+            x = x[batch] if x.shape[0] > batch.stop - batch.start else x
+            return x[:, heads] if x.shape[1] > heads.stop - heads.start else x
 
         @functools.cache
         def places() -> Places:
-            device, offset = problem.device, problem.q_offset
-            column = (-1, 1, 1, 1, 1)
-            h = torch.arange(problem.Hq, device=device).view(problem.Hkv, problem.G)[heads]
-            q_idx = torch.arange(self.start, self.start + self.T, device=device)
-            if isinstance(offset, int):
-                q_idx = (q_idx + offset).view(1, 1, 1, self.T, 1)
-            else:
-                q_idx = q_idx.view(1, 1, 1, self.T, 1) + offset[batch].view(column)
+            device, column = problem.device, (-1, 1, 1, 1, 1)
+            b: Tensor | int = batch.start
+            if "b" in call.uses and batch.stop - batch.start > 1:
+                b = torch.arange(batch.start, batch.stop, device=device).view(column)
+            h: Tensor | int = 0
+            if "h" in call.uses:
+                G = problem.G
+                h = torch.arange(heads.start * G, heads.stop * G, device=device).view(
+                    1, -1, G, 1, 1
+                )
             kv_len = None
             if call.ragged or call.invariant:
                 kv_len = torch.from_numpy(call.lengths[batch if call.ragged else slice(None)])
                 kv_len = kv_len.to(device).view(column)
-            b = torch.arange(batch.start, batch.stop, device=device).view(column)
-            return Places(b, h.view(1, -1, problem.G, 1, 1), q_idx, kv_len)
+            return Places(b, h, self._q_idx(batch), kv_len)
 
         bias = None if self.bias is None else part(self.bias)
         return Rows(part(self.q), part(request.k), part(request.v), bias, places)
+
+    def _q_idx(self, batch: slice | Tensor) -> Tensor | int:
+        offset = self.call.problem.q_offset
+        if self.T == 1 and isinstance(offset, int):
+            return offset + self.start
+        rows = torch.arange(self.start, self.start + self.T, device=self.q.device)
+        rows = rows.view(1, 1, 1, self.T, 1)
+        return rows + (offset if isinstance(offset, int) else offset[batch].view(-1, 1, 1, 1, 1))
 
     def _state(self) -> State:
         if self.state is None:
@@ -198,9 +210,13 @@ class _Tile:
                 self._group(slice(b, min(b + most, batch.stop)), heads, codes)
             return
         rows = self._rows(batch, heads)
-        active = np.flatnonzero(codes.max(0))
+        active = codes.max(0).nonzero()[0]
+        if not len(active):
+            return
         full = codes.min(0) == FULL
-        cuts = [0, *(np.flatnonzero(np.diff(active) != 1) + 1).tolist(), len(active)]
+        cuts = [0, len(active)]
+        if active[-1] - active[0] >= len(active):
+            cuts[1:1] = (np.flatnonzero(np.diff(active) != 1) + 1).tolist()
         scattered = len(cuts) > 5 and len(cuts) * 4 > len(active) and not call.invariant
         keys = MAX_SCORES // (X * Y * M)
         if scattered or rows.k.dtype != torch.float32:  # k and v are copied
@@ -215,12 +231,18 @@ class _Tile:
         for start, stop in itertools.pairwise(cuts):
             for c in range(start, stop, step):
                 blocks = active[c : min(c + step, stop)]
-                piece = self._piece(rows, blocks, codes[:, blocks], end, scattered)
+                piece = self._piece(rows, blocks, codes, full[blocks], end, scattered)
                 if piece is not None:
                     self._update((batch, heads), *piece)
 
     def _piece(
-        self, rows: Rows, blocks: NDArray[np.intp], codes: Codes, end: int, scattered: bool
+        self,
+        rows: Rows,
+        blocks: NDArray[np.intp],
+        codes: Codes,
+        full: NDArray[np.bool_],
+        end: int,
+        scattered: bool,
     ) -> tuple[Tensor, Tensor] | None:
         """Scores and values of some blocks, or None when nobody may see one of their keys."""
         size, device = self.call.block_size[1], self.q.device
@@ -242,11 +264,9 @@ class _Tile:
         )
         lo, hi = 0, total
         found: list[Allowed] = []
-        for start, stop, is_full in runs(codes.min(0) == FULL):
-            if is_full:
-                continue
+        for start, stop in () if full.all() or not self._asks(codes) else false_runs(full):
             left, right = start * size, min(stop * size, total)
-            mask = self._mask(rows, kv_idx(left, right), codes[:, start:stop])
+            mask = self._mask(rows, kv_idx(left, right), codes[:, blocks[start:stop]])
             if mask is None:
                 continue
             if position is None and (left == lo or right == hi) and not self.call.invariant:
@@ -269,7 +289,12 @@ class _Tile:
         if rows.k.shape[2] < hi - lo:  # the cache ends within the block
             rows = rows.padded(hi - lo)
         shifted = [Allowed(each.start - lo, each.mask) for each in found]
-        return self._scores(rows, lambda: kv_idx(lo, hi), shifted, owned=scattered)
+        return self._scored(rows, lambda: kv_idx(lo, hi), shifted, owned=scattered)
+
+    def _asks(self, codes: Codes) -> bool:
+        """True where a partial block needs more than being cut at a length."""
+        call = self.call
+        return call.mask is not None or call.ragged or call.invariant or len(codes) > 1
 
     def _mask(self, rows: Rows, kv_idx: Tensor, codes: Codes) -> Tensor | None:
         """Who may see the keys of some partial blocks; None when everybody may see all."""
@@ -291,35 +316,10 @@ class _Tile:
             allowed = allowed.view(1, 1, 1, 1, 1)
         return allowed.expand(*allowed.shape[:-1], kv_idx.shape[-1])
 
-    def _scores(
+    def _scored(
         self, rows: Rows, kv_idx: Callable[[], Tensor], allowed: list[Allowed], owned: bool
     ) -> tuple[Tensor, Tensor]:
-        """Scores [X, Y, M, N], ``-inf`` where not allowed, and values fit to be weighted by 0."""
-        k, v, rule = rows.k.float(), rows.v.float(), self.call.request.score
-        X, Y, M, _ = rows.q.shape
-        score = product(rows.q, k.transpose(-1, -2))
-        if rule is None and rows.bias is None and not allowed:
-            return score, v
-        owned = owned or v is not rows.v  # converted
-        score = score.view(X, Y, -1, self.T, k.shape[2])
-        if rows.bias is not None:
-            score.add_(rows.bias)
-        if rule is not None:
-            at, shape = rows.places(), score.shape
-            changed = evaluate(rule, at.b, at.h, at.q_idx, kv_idx(), score)
-            # Smaller than the scores, it may be the user's own tensor, not to be written to.
-            score = changed if changed.shape == shape else changed.expand(shape).clone()
-        for each in allowed:
-            columns = slice(each.start, each.start + each.mask.shape[-1])
-            score[..., columns].masked_fill_(~each.mask, -torch.inf)
-            unseen = ~each.mask.any(dim=3).any(dim=2)  # [X or 1, Y or 1, n]
-            if unseen.any():  # NaN times 0 would be NaN
-                if unseen.shape[0] > v.shape[0]:
-                    v, owned = v.expand(X, -1, -1, -1), False
-                if not owned:
-                    v, owned = v.clone(), True
-                v[:, :, columns].masked_fill_(unseen.unsqueeze(-1), 0.0)
-        return score.reshape(X, Y, M, -1), v
+        return scored(rows, kv_idx, self.call.request.score, allowed, self.T, owned)
 
     def _update(self, where: tuple[slice, slice], score: Tensor, v: Tensor) -> None:
         whole = score.shape[:2] == self.q.shape[:2]
@@ -376,11 +376,11 @@ class _Tile:
             bias_h = h[:, None] if bias.shape[1] > 1 else 0
             bias = bias[bias_b, bias_h, ..., slot]  # [R, N, G or 1, T]
             bias = bias.permute(0, 2, 3, 1).unsqueeze(1)
-        everybody = self._rows(slice(0, problem.B), slice(0, problem.Hkv)).places()
+        G, column = problem.G, (-1, 1, 1, 1, 1)
         lengths = torch.from_numpy(self.call.lengths).to(index.device)
-        kv_len = (lengths[b] if self.call.ragged else lengths).view(-1, 1, 1, 1, 1)
-        q_idx = everybody.q_idx[b] if everybody.q_idx.shape[0] > 1 else everybody.q_idx
-        at = Places(everybody.b[b], everybody.h[0, h].unsqueeze(1), q_idx, kv_len)
+        kv_len = (lengths[b] if self.call.ragged else lengths).view(column)
+        heads = (h[:, None] * G + torch.arange(G, device=index.device)).view(-1, 1, G, 1, 1)
+        at = Places(b.view(column), heads, self._q_idx(b), kv_len)
         where = (b[:, None] if problem.Bkv > 1 else 0, h[:, None], slot)
         mine = Rows(
             q=self.q[b, h].unsqueeze(1),
@@ -390,11 +390,11 @@ class _Tile:
             places=lambda: at,
         )
         if (codes == FULL).all():
-            return self._scores(mine, lambda: kv_idx, [], owned=True)
+            return self._scored(mine, lambda: kv_idx, [], owned=True)
         spread = np.repeat(codes, n, axis=2)
         code = torch.from_numpy(spread).to(index.device)[:, None, :, None]
         allowed = code == PARTIAL
         if self.call.mask is not None:
             allowed = allowed & evaluate(self.call.mask, at.b, at.h, at.q_idx, kv_idx)
         allowed = ((code == FULL) | allowed) & (kv_idx < kv_len)
-        return self._scores(mine, lambda: kv_idx, [Allowed(0, allowed)], owned=True)
+        return self._scored(mine, lambda: kv_idx, [Allowed(0, allowed)], owned=True)

@@ -11,11 +11,12 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from flexdecode.codegen import Flavour, lower
+from flexdecode.device_tables import unite_heads
 from flexdecode.kernels import configs
 from flexdecode.kernels.call import BlockTables, DecodeCall, Mod
 from flexdecode.kernels.launch import Plan, make_plan, run_plan
 from flexdecode.problem import Problem, Request, Result
-from flexdecode.tables import Tables, union_tables
+from flexdecode.tables import Tables
 from flexdecode.trace import Traced
 
 __all__ = ["run"]
@@ -149,12 +150,20 @@ def _flavour(q: Tensor, approx: bool | None) -> Flavour:
 
 
 def _block_tables(tables: Tables, problem: Problem) -> BlockTables:
-    block_state = None
     if tables.kv_num_blocks.shape[1] not in (1, problem.Hkv):
         if tables.num_kv_blocks < 0:  # given tables of unknown width
             width = -(-problem.Lkv // tables.BLOCK_SIZE[1])
             tables = dataclasses.replace(tables, num_kv_blocks=width)
-        tables, block_state = union_tables(tables, problem.Hkv)
+        union = unite_heads(tables, problem.Hkv)
+        return BlockTables(
+            union.kv_num_blocks,
+            union.kv_indices,
+            union.full_kv_num_blocks,
+            union.full_kv_indices,
+            tables.BLOCK_SIZE,
+            tables.exact,
+            union.state,
+        )
     full_num, full = tables.full_kv_num_blocks, tables.full_kv_indices
     return BlockTables(
         kv_num_blocks=tables.kv_num_blocks.contiguous(),
@@ -163,7 +172,6 @@ def _block_tables(tables: Tables, problem: Problem) -> BlockTables:
         full_kv_indices=None if full is None else full.contiguous(),
         BLOCK_SIZE=tables.BLOCK_SIZE,
         exact=tables.exact,
-        block_state=block_state,
     )
 
 

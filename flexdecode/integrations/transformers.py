@@ -20,10 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import importlib.util
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,19 +38,6 @@ MaskFunction = Callable[[Any, Any, Any, Any], Any]
 _restriction: contextvars.ContextVar[MaskFunction | None] = contextvars.ContextVar(
     "flexdecode_restriction", default=None
 )
-
-
-def _hide_folder_kernels() -> None:
-    # transformers asks for Hugging Face's package "kernels", and with a checkout of flexdecode on
-    # sys.path it finds our folder of that name, which refuses to be imported so.
-    if "kernels" not in sys.modules:
-        spec = importlib.util.find_spec("kernels")
-        ours = Path(__file__).resolve().parents[2] / "kernels"
-        if spec is not None and spec.origin and Path(spec.origin).resolve().parent == ours:
-            sys.modules["kernels"] = None  # type: ignore[assignment]  # "there is none"
-
-
-_hide_folder_kernels()
 
 
 def register(
