@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "block_codes": "tables",
     "block_mask": "block_predicates bound_mask mask_algebra mask_arguments mods tables trace",
     "block_predicates": "tables",
+    "block_states": "evaluate intervals trace",
     "bound_mask": "block_mask checks mask_arguments tables trace",
     "checks": "",
     "closures": "mods operations",
@@ -57,7 +58,7 @@ MAY_IMPORT = {
     "range_tables": "",
     "rows": "evaluate softmax",
     "softmax": "",
-    "tables": "device_tables evaluate graph intervals trace",
+    "tables": "block_states device_tables trace",
     "trace": "closures graph mods operations proxies",
 }
 
