@@ -105,8 +105,6 @@ def _reduce_kernel(
         kv_num_blocks_ptr, full_kv_num_blocks_ptr, at, kv_len, KV_BLOCK, BLOCK_N
     )
     _, working = share_of(full + partial, num_items)
-    if working == 1:
-        return  # that program wrote the outputs itself
     head_tiles = cdiv(G, TG)
     q_tiles = cdiv(tl.minimum(BLOCK_Q, Lq), TQ)
     row_in_block = row % BLOCK_Q
@@ -116,7 +114,10 @@ def _reduce_kernel(
     first_part = (first_item.to(tl.int64) * inner + part_of_item) * (TG * TQ) + m_row
     stride_part = inner.to(tl.int64) * (TG * TQ)
     if PDL:
+        # Even where nothing is left to do: what comes after this kernel must not come before that.
         tl.extra.cuda.gdc_wait()
+    if working == 1:
+        return  # that program wrote the outputs itself
 
     # -- join them ----
     offs_s = tl.arange(0, SPLITS)
