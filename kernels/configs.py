@@ -4,11 +4,14 @@ Nothing here imports Triton, so every decision can be tested on any machine.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MIN_TILE = 16  # the smallest side of a matrix instruction
 MIN_REST = 32  # a second piece of 16 columns costs more registers than it saves memory
 MAX_BLOCK_M = 128
+# Rows of a tile for head dims of 16 and below: at 64 and more, Triton 3.6 takes warp-group matrix
+# instructions of 16 columns on compute capability 9.0, and the output was wrong.
+SMALL_DIM_ROWS = 32
 LEGAL = {
     "BLOCK_M": (16, 32, 64, MAX_BLOCK_M),
     "BLOCK_N": (16, 32, 64, 128, 256),
@@ -16,10 +19,12 @@ LEGAL = {
     "num_stages": (1, 2, 3, 4, 5, 6, 7, 8),
 }
 MAX_SPLITS = 1024
-OVERSUBSCRIBE = 4  # items of a balanced launch for each processor
+OVERSUBSCRIBE = 2  # items of a balanced launch for each processor
 MIN_UNITS = 4  # steps of the loop that are worth an item of their own
 PLAN_ROWS = (128, 1024)  # sizes that the balanced plan is compiled for
-PLAN_KEYS = 8192  # shorter rows are not worth a plan
+PLAN_KEYS = 8192  # shorter rows are not worth a plan of ragged lengths
+PLAN_LISTED_KEYS = 65536  # and listed blocks among fewer keys none of ragged lists
+MIN_SHARE = 2  # steps of the loop that are worth a split of their own
 REDUCE_ELEMENTS = 8192  # float32 partials that a program of the reduction holds at once
 
 
@@ -148,6 +153,7 @@ def choose_config(
     BLOCK_Q: int | None = None,
     KV_BLOCK: int | None = None,
     lists: int = 1,
+    ragged: bool = False,
     options: Mapping[str, int] | None = None,
 ) -> DecodeConfig:
     """Choose tiles, warps, stages and splits for one call.
@@ -167,6 +173,8 @@ def choose_config(
         Block size of the tables; None without tables.
     lists : int, default 1
         Lists of active blocks whose lengths may differ in ways that the host does not know.
+    ragged : bool, default False
+        They differ because sequences do.
     options : mapping of str to int, optional
         Fixed choices: ``BLOCK_M``, ``BLOCK_N``, ``num_warps``, ``num_stages``, ``num_splits``.
 
@@ -190,9 +198,9 @@ def choose_config(
     (16, 16)
     """
     options = dict(options or {})
-    _check(options)
+    _check(options, D, Dv)
     rows = max(min(BLOCK_Q or Lq, Lq), 1)
-    limit = options.get("BLOCK_M", _row_limit(G * rows, Dv))
+    limit = options.get("BLOCK_M", _row_limit(G * rows, D, Dv))
     while True:
         TG = ceil_div(G, ceil_div(G, limit))
         TQ = ceil_div(rows, ceil_div(rows, max(limit // TG, 1)))
@@ -211,9 +219,18 @@ def choose_config(
             )
         limit //= 2
 
+    plan_rows = _choose_plan(lists, PLAN_KEYS if ragged else PLAN_LISTED_KEYS, keys, options)
     programs = B * Hkv * ceil_div(G, TG) * ceil_div(Lq, rows) * ceil_div(rows, TQ)
     units = max(ceil_div(keys, loop.BLOCK_N), 1)
     num_splits = _choose_splits(programs, units, device, options)
+    wide = _unit(128, KV_BLOCK)
+    if (
+        loop.widens
+        and wide > loop.BLOCK_N
+        and (plan_rows or _one_wave(programs, num_splits, device))
+    ):
+        # Long shares in few programs: fewer, larger steps keep more bytes in flight.
+        loop = replace(loop, BLOCK_N=wide)
     # Two sizes only: each is a kernel of its own, and absent splits cost no memory traffic.
     reduce_splits = 16 if num_splits <= 16 else 64
     return DecodeConfig(
@@ -226,14 +243,16 @@ def choose_config(
         num_stages=loop.num_stages,
         reduce_splits=min(reduce_splits, max(REDUCE_ELEMENTS // next_power_of_2(Dv), 1)),
         pdl=device.pdl,
-        plan_rows=_choose_plan(lists, keys, options),
+        plan_rows=plan_rows,
         processors=device.processors,
     )
 
 
-def _check(options: Mapping[str, int]) -> None:
+def _check(options: Mapping[str, int], D: int, Dv: int) -> None:
     """Refuse a value that no kernel can have."""
     for name, legal in LEGAL.items():
+        if name == "BLOCK_M" and min(D, Dv) <= MIN_TILE:
+            legal = tuple(size for size in legal if size <= SMALL_DIM_ROWS)
         if name in options and options[name] not in legal:
             raise ValueError(
                 f"kernel_options[{name!r}]: expected one of {list(legal)}, got {options[name]}"
@@ -244,8 +263,10 @@ def _check(options: Mapping[str, int]) -> None:
         )
 
 
-def _row_limit(rows: int, Dv: int) -> int:
+def _row_limit(rows: int, D: int, Dv: int) -> int:
     """Return how many of the rows that share keys may share a tile."""
+    if min(D, Dv) <= MIN_TILE:
+        return SMALL_DIM_ROWS
     if Dv > 256:
         return 32  # a row's output is Dv float32 registers
     if rows >= MAX_BLOCK_M and Dv <= 128:
@@ -261,6 +282,7 @@ class _Loop:
     num_warps: int
     num_stages: int
     bytes: int
+    widens: bool
 
 
 def _choose_loop(
@@ -277,8 +299,12 @@ def _choose_loop(
     # The output tile lives in registers: at most 64 of them in a thread.
     warps = 8 if exact or BLOCK_M * sum(split_dim(Dv)) > 8192 else 4
     num_warps = options.get("num_warps", warps)
-    BLOCK_N = options.get("BLOCK_N", _unit(32 if exact or D + Dv > 384 else 64, KV_BLOCK))
-    num_stages = options.get("num_stages", 3)
+    small = not exact and D + Dv <= 128
+    keys = 32 if exact or D + Dv > 384 else 128 if small else 64
+    BLOCK_N = options.get("BLOCK_N", _unit(keys, KV_BLOCK))
+    num_stages = options.get("num_stages", 4 if small else 3)
+    free = not exact and D + Dv <= 256 and BLOCK_M <= 64
+    free = free and not {"BLOCK_N", "num_stages"} & options.keys()
     while True:
         needed = shared_memory_bytes(
             BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, num_stages=num_stages, D=D, Dv=Dv, itemsize=itemsize
@@ -286,7 +312,8 @@ def _choose_loop(
         stages_left = num_stages > 1 and "num_stages" not in options
         keys_left = BLOCK_N > MIN_TILE and "BLOCK_N" not in options
         if needed <= device.shared_memory or not (stages_left or keys_left):
-            return _Loop(BLOCK_N, num_warps, num_stages, needed)
+            widens = free and num_stages == 3 and 2 * needed <= device.shared_memory
+            return _Loop(BLOCK_N, num_warps, num_stages, needed, widens)
         if stages_left and (num_stages > 2 or not keys_left):
             num_stages -= 1
         else:
@@ -303,9 +330,14 @@ def _unit(most: int, KV_BLOCK: int | None) -> int:
     return min(most, next_power_of_2(max(KV_BLOCK, MIN_TILE)))  # leaves some lanes idle
 
 
-def _choose_plan(lists: int, keys: int, options: Mapping[str, int]) -> int:
+def _one_wave(programs: int, num_splits: int, device: Device) -> bool:
+    """True where every processor gets one program at the most, and that a whole row."""
+    return num_splits == 1 and programs <= device.processors
+
+
+def _choose_plan(lists: int, least: int, keys: int, options: Mapping[str, int]) -> int:
     """Return the size of a plan that balances ragged lists, or 0 where none is worth it."""
-    if lists == 1 or keys < PLAN_KEYS or "num_splits" in options:
+    if lists == 1 or keys < least or "num_splits" in options:
         return 0
     return next((size for size in PLAN_ROWS if size >= lists), 0)
 

@@ -185,7 +185,7 @@ def launch_tables(
         return
     BLOCK_Q, KV_BLOCK = BLOCK_SIZE
     KV_TILE = next_power_of_2(KV_BLOCK)
-    BLOCKS = max(1, min(TILE // KV_TILE, next_power_of_2(nKV)))
+    BLOCKS = max(1, TILE // KV_TILE)  # whatever the length: another value is another kernel
     chunks = ceil_div(nKV, BLOCKS)
     kv_len_ptr, stride_kv_len, kv_len_int = vector_stride(kv_len)
     q_offset_ptr, stride_q_offset, q_offset_int = vector_stride(q_offset)
@@ -231,5 +231,5 @@ def launch_compact(buffers: TableBuffers) -> None:
         nQ,
         heads // buffers.kv_num_blocks.shape[1],
         buffers.kv_indices.shape[3],
-        C=min(COMPACT_TILE, next_power_of_2(max(nKV, 1))),
+        C=COMPACT_TILE,
     )

@@ -11,10 +11,12 @@ itself, in registers: cheaper than a launch of its own, and nothing waits for th
 import triton
 import triton.language as tl
 
+from flexdecode.kernels.configs import MIN_SHARE as _MIN_SHARE
 from flexdecode.kernels.configs import MIN_UNITS as _MIN_UNITS
 from flexdecode.kernels.configs import OVERSUBSCRIBE as _OVERSUBSCRIBE
 from flexdecode.kernels.tiles import cdiv
 
+MIN_SHARE = tl.constexpr(_MIN_SHARE)
 MIN_UNITS = tl.constexpr(_MIN_UNITS)
 OVERSUBSCRIBE = tl.constexpr(_OVERSUBSCRIBE)
 
@@ -89,5 +91,5 @@ def items_of(row, items, ends, ROWS: tl.constexpr):
 @triton.jit
 def share_of(units, items):
     """Units of each of a row's items, and how many items then have work (one at least)."""
-    share = tl.maximum(cdiv(units, items), 1)
+    share = tl.maximum(cdiv(units, items), MIN_SHARE)
     return share, tl.maximum(cdiv(units, share), 1)

@@ -201,6 +201,7 @@ def _config(
         BLOCK_Q=block_q,
         KV_BLOCK=kv_block,
         lists=lists,
+        ragged=isinstance(problem.kv_len, Tensor),
         options={name: options[name] for name in _TUNABLE if name in options},
     )
 
