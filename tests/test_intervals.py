@@ -35,6 +35,8 @@ SLOPES = torch.rand(4, generator=GENERATOR)
 REALS = torch.randn(350, generator=GENERATOR)
 REALS[40:80] = torch.nan
 REALS[200] = torch.inf
+GRID = torch.where(torch.rand((9, 12), generator=GENERATOR) < 0.2, torch.nan, 1.5)
+HALVES = torch.randn(60, generator=GENERATOR).half()
 START = torch.tensor([0, 3, 17, 130], dtype=torch.int32)
 PREFIX = torch.tensor(33)
 
@@ -141,6 +143,9 @@ FLOATS: list[Rule] = [
     lambda b, h, q, kv: SLOPES[h],
     lambda b, h, q, kv: REALS[kv],
     lambda b, h, q, kv: REALS[q],
+    lambda b, h, q, kv: GRID[q // 16, kv // 16],
+    lambda b, h, q, kv: GRID[kv // 8, b],
+    lambda b, h, q, kv: HALVES[kv],
     lambda b, h, q, kv: q.float(),
     lambda b, h, q, kv: kv / 3,
     lambda b, h, q, kv: (q - kv) * SLOPES[h],
@@ -160,6 +165,12 @@ UNARY_INT = [
     lambda x: ~x,
     lambda x: x**2,
     lambda x: x.to(torch.int8),
+    lambda x: x.to(torch.int32) * 5,
+    lambda x: (x * 0.3).to(torch.int64),
+    lambda x: (x % 3 == 0).to(torch.int64),
+    lambda x: x.to(torch.bool).to(torch.int16) * 9,
+    lambda x: x | 5,
+    lambda x: 2 ** torch.clamp(x, 0, 9),
     lambda x: x.to(torch.uint8),
     lambda x: torch.clamp(x, -10, 50),
 ]
