@@ -24,6 +24,7 @@ MIN_UNITS = 4  # steps of the loop that are worth an item of their own
 PLAN_ROWS = (128, 1024)  # sizes that the balanced plan is compiled for
 PLAN_KEYS = 8192  # shorter rows are not worth a plan of ragged lengths
 PLAN_LISTED_KEYS = 65536  # and listed blocks among fewer keys none of ragged lists
+WIDE_UNITS = 32  # steps from which a program may take larger ones
 MIN_SHARE = 2  # steps of the loop that are worth a split of their own
 REDUCE_ELEMENTS = 8192  # float32 partials that a program of the reduction holds at once
 
@@ -223,12 +224,9 @@ def choose_config(
     programs = B * Hkv * ceil_div(G, TG) * ceil_div(Lq, rows) * ceil_div(rows, TQ)
     units = max(ceil_div(keys, loop.BLOCK_N), 1)
     num_splits = _choose_splits(programs, units, device, options)
+    long = units >= WIDE_UNITS and _one_wave(programs, num_splits, device)
     wide = _unit(128, KV_BLOCK)
-    if (
-        loop.widens
-        and wide > loop.BLOCK_N
-        and (plan_rows or _one_wave(programs, num_splits, device))
-    ):
+    if loop.widens and wide > loop.BLOCK_N and (plan_rows or long):
         # Long shares in few programs: fewer, larger steps keep more bytes in flight.
         loop = replace(loop, BLOCK_N=wide)
     # Two sizes only: each is a kernel of its own, and absent splits cost no memory traffic.

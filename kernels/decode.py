@@ -42,13 +42,13 @@ from flexdecode.kernels.worklist import find_item, plan_items, share_of
 RUN_TIME = (
     "stride_qb stride_qh stride_ql stride_kb stride_kh stride_kn stride_vb stride_vh stride_vn "
     "stride_bb stride_bh stride_bl stride_bn stride_ob stride_oh stride_ol "
-    "stride_kv_len stride_q_offset stride_tb stride_th columns full_columns "
+    "parts stride_kv_len stride_q_offset stride_tb stride_th columns full_columns "
     "stride_sb stride_sh stride_sq scale kv_len q_offset Hkv G Lq Lkv "
     "BLOCK_Q TG TQ rows heads nQ inner num_splits processors"
 ).split()
 # Small arrays that may be views at any address.
 ANY_ADDRESS = (
-    "bias_ptr sinks_ptr lse_ptr max_ptr m_ptr l_ptr kv_len_ptr q_offset_ptr kv_num_blocks_ptr "
+    "bias_ptr sinks_ptr lse_ptr max_ptr kv_len_ptr q_offset_ptr kv_num_blocks_ptr "
     "kv_indices_ptr full_kv_num_blocks_ptr full_kv_indices_ptr block_state_ptr"
 ).split()
 
@@ -201,9 +201,8 @@ def _decode_kernel(
     stride_ol: tl.int64,
     lse_ptr,  # [B, Hq, Lq] float32, or None
     max_ptr,  # [B, Hq, Lq] float32, or None
-    acc_ptr,  # [programs, TG * TQ, DV] float32
-    m_ptr,  # [programs, TG * TQ] float32
-    l_ptr,  # [programs, TG * TQ] float32
+    acc_ptr,  # [parts, DV] float32, then m and l, [parts] each; a program has TG * TQ parts
+    parts: tl.int64,
     kv_len_ptr,  # [B], or None
     stride_kv_len: tl.int64,
     q_offset_ptr,  # [B], or None
@@ -473,6 +472,7 @@ def _decode_kernel(
             tl.store(max_ptr + out_row, m, mask=real)
     else:
         part = pid.to(tl.int64) * (TG * TQ) + offs_m  # [BLOCK_M]
+        m_ptr = acc_ptr + parts * DV
         store_pieces(acc_ptr, part * DV, real, acc, DV, DV_0, DV_1)
         tl.store(m_ptr + part, m_i, mask=real)
-        tl.store(l_ptr + part, l_i, mask=real)
+        tl.store(m_ptr + parts + part, l_i, mask=real)

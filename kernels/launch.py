@@ -5,6 +5,7 @@ earlier one only fills in its tensors. Compiled variants are kept with the plan 
 Triton's own look-up, which costs more than a short kernel runs.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -118,8 +119,8 @@ class Plan:
         Of q, k and v; Triton compiles for a stride of 1.
     sizes, numbering : tuple of int
         Head counts, lengths and tile sizes; then the layout; as both kernels take them.
-    scratch : (int, int, int)
-        float32 elements of acc, m and l.
+    parts, scratch : int
+        Rows of partial results, and float32 elements of the buffer that holds them.
     decode, reduce : Launch
         ``reduce`` is None where every row has one item.
     """
@@ -137,7 +138,8 @@ class Plan:
     last_strides: tuple[int, ...]
     sizes: tuple[int, ...]
     numbering: tuple[int, ...]
-    scratch: tuple[int, int, int]
+    parts: int
+    scratch: int
     decode: Launch
     reduce: Launch | None
 
@@ -200,7 +202,6 @@ def make_plan(call: DecodeCall, config: DecodeConfig) -> Plan:
         {"num_warps": config.reduce_warps} | ({"launch_pdl": True} if config.pdl else {}),
     )
     parts = layout.programs * layout.tile_rows if several else 0
-    parts += -parts % 4  # m and l then start on 16 bytes, like acc
     full = tables.full_kv_indices if tables is not None else None
     return Plan(
         config=config,
@@ -226,7 +227,8 @@ def make_plan(call: DecodeCall, config: DecodeConfig) -> Plan:
             config.num_splits,
             config.processors,
         ),
-        scratch=(parts * Dv, parts, parts),
+        parts=parts,
+        scratch=parts * (Dv + 2),
         decode=decode,
         reduce=reduce if several else None,
     )
@@ -245,8 +247,11 @@ def run_plan(plan: Plan, call: DecodeCall) -> None:
     score_mod, mask_mod = call.score_mod or NO_MOD, call.mask_mod or NO_MOD
     kv_len_ptr, stride_kv_len, kv_len = vector_stride(call.kv_len)
     q_offset_ptr, stride_q_offset, q_offset = vector_stride(call.q_offset)
-    scratch = torch.empty(sum(plan.scratch), dtype=torch.float32, device=out.device)
-    acc, m, l = scratch.split(plan.scratch)
+    parts = plan.parts
+    if parts:
+        scratch = torch.empty(plan.scratch, dtype=torch.float32, device=out.device)
+    else:
+        scratch = _nothing(out.device)
     bias, sinks, lse, max_scores = call.bias, call.sinks, call.lse, call.max_scores
     # What Triton compiles apart and a plan does not fix: kinds of arguments, and whether addresses
     # are multiples of 16 bytes. Mods fix the kinds of what they capture.
@@ -288,9 +293,8 @@ def run_plan(plan: Plan, call: DecodeCall) -> None:
             *plan.strides_out,
             lse,
             max_scores,
-            acc,
-            m,
-            l,
+            scratch,
+            parts,
             kv_len_ptr,
             stride_kv_len,
             q_offset_ptr,
@@ -317,9 +321,8 @@ def run_plan(plan: Plan, call: DecodeCall) -> None:
     plan.reduce(
         key,
         (
-            acc,
-            m,
-            l,
+            scratch,
+            parts,
             sinks,
             out,
             *out.stride()[:3],
@@ -335,6 +338,12 @@ def run_plan(plan: Plan, call: DecodeCall) -> None:
             *plan.numbering,
         ),
     )
+
+
+@functools.cache
+def _nothing(device: torch.device) -> Tensor:
+    """Return a float32 address that a kernel never uses."""
+    return torch.zeros(1, dtype=torch.float32, device=device)
 
 
 def _kind(x: Tensor | None) -> torch.dtype | None:

@@ -15,11 +15,11 @@ from flexdecode.kernels.tiles import (
 from flexdecode.kernels.worklist import items_of, plan_items, share_of
 
 RUN_TIME = (
-    "stride_ob stride_oh stride_ol stride_kv_len stride_tb stride_th kv_len Hkv G Lq Lkv BLOCK_Q "
-    "TG TQ rows heads nQ inner num_splits processors"
+    "parts stride_ob stride_oh stride_ol stride_kv_len stride_tb stride_th kv_len Hkv G Lq Lkv "
+    "BLOCK_Q TG TQ rows heads nQ inner num_splits processors"
 ).split()
 ANY_ADDRESS = (
-    "m_ptr l_ptr sinks_ptr lse_ptr max_ptr kv_len_ptr kv_num_blocks_ptr full_kv_num_blocks_ptr"
+    "sinks_ptr lse_ptr max_ptr kv_len_ptr kv_num_blocks_ptr full_kv_num_blocks_ptr"
 ).split()
 
 
@@ -29,9 +29,8 @@ ANY_ADDRESS = (
 # decode kernel did.
 @triton.jit(do_not_specialize=RUN_TIME, do_not_specialize_on_alignment=ANY_ADDRESS)
 def _reduce_kernel(
-    acc_ptr,  # [programs, TG * TQ, DV] float32
-    m_ptr,  # [programs, TG * TQ] float32, log2
-    l_ptr,  # [programs, TG * TQ] float32
+    acc_ptr,  # [parts, DV] float32, then m in log2 and l, [parts] each
+    parts: tl.int64,
     sinks_ptr,  # [Hq], or None
     out_ptr,  # [B, Hq, Lq, DV]
     stride_ob: tl.int64,
@@ -120,6 +119,8 @@ def _reduce_kernel(
         return  # that program wrote the outputs itself
 
     # -- join them ----
+    m_ptr = acc_ptr + parts * DV
+    l_ptr = m_ptr + parts
     offs_s = tl.arange(0, SPLITS)
     offs_d = tl.arange(0, BLOCK_DV)
     m_i = tl.full((1,), float("-inf"), tl.float32)

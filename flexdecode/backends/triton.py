@@ -42,6 +42,16 @@ def run(request: Request) -> Result:
         A kernel option that cannot work on this device.
     """
     problem, q, options = request.problem, request.q, request.options
+    if options.get("deterministic") == "batch_invariant":
+        raise NotImplementedError(
+            "kernel_options['deterministic']: 'batch_invariant' is not supported by the triton "
+            "backend yet (backend='cpu' has it); repeated calls give equal bits in any case"
+        )
+    if options.get("partial_dtype", torch.float32) != torch.float32:
+        raise NotImplementedError(
+            "kernel_options['partial_dtype']: only torch.float32 is supported by the triton "
+            f"backend yet, got {options['partial_dtype']}"
+        )
     rows = (problem.B, problem.Hq, problem.Lq)
     out = torch.empty((*rows, problem.Dv), dtype=q.dtype, device=q.device)
     lse = max_scores = None
