@@ -7,14 +7,16 @@ Triton's own look-up, which costs more than a short kernel runs.
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from flexdecode.kernels.call import DecodeCall, Mod, vector_stride
 from flexdecode.kernels.configs import (
+    MIN_TILE,
     OVERSUBSCRIBE,
     DecodeConfig,
     ceil_div,
@@ -350,9 +352,31 @@ def _kind(x: Tensor | None) -> torch.dtype | None:
     return None if x is None else x.dtype
 
 
-def decode(call: DecodeCall, config: DecodeConfig) -> None:
-    """Run one attention call with a given configuration."""
-    run_plan(make_plan(call, config), call)
+def decode(call: DecodeCall, config: DecodeConfig) -> Plan:
+    """Run one attention call; where the compiler needs more memory than estimated, in smaller tiles.
+
+    Returns
+    -------
+    Plan
+        What ran; `run_plan` carries it out again for calls that look alike.
+
+    Raises
+    ------
+    triton.runtime.errors.OutOfResources
+        The device cannot hold even the smallest tiles.
+    """
+    while True:
+        plan = make_plan(call, config)
+        try:
+            run_plan(plan, call)
+            return plan
+        except OutOfResources:
+            if config.num_stages > 1:
+                config = replace(config, num_stages=config.num_stages - 1)
+            elif config.BLOCK_N > MIN_TILE:
+                config = replace(config, BLOCK_N=config.BLOCK_N // 2)
+            else:
+                raise
 
 
 def outer_strides(x: Tensor) -> tuple[int, ...]:

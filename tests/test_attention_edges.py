@@ -192,7 +192,7 @@ def test_fc51_seventy_thousand_sequences_of_one_key(backend: Backend) -> None:
 
 @every_backend
 def test_fc55_scalars_and_parameters_as_captures(backend: Backend) -> None:
-    q, k, v = random_inputs(1, 2, 1, 1, 50, 16)
+    q, k, v = (x.to(backend.device) for x in random_inputs(1, 2, 1, 1, 50, 16))
     temperature = torch.tensor(0.5, device=backend.device)
     slopes = torch.nn.Parameter(torch.tensor([0.1, 0.2], device=backend.device))
     unused = torch.nn.Parameter(torch.zeros(3))
@@ -205,11 +205,9 @@ def test_fc55_scalars_and_parameters_as_captures(backend: Backend) -> None:
         temperature.fill_(value)
         with torch.no_grad():
             expected = dense_attention(q, k, v, score_mod=rule).out
-        out = attention(
-            *(x.to(backend.device) for x in (q, k, v)), score_mod=rule, backend=backend.name
-        )
+        out = attention(q, k, v, score_mod=rule, backend=backend.name)
         assert not out.requires_grad
-        torch.testing.assert_close(out.cpu().double(), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 LAYOUTS = {

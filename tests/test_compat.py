@@ -56,7 +56,7 @@ def test_grouped_heads_need_enable_gqa():
 def test_aux_request_and_combinators():
     q, k, v = inputs()
     window = ours.and_masks(causal, lambda b, h, q_idx, kv_idx: q_idx - kv_idx < 9)
-    mask = ours.create_block_mask(ours.or_masks(window, ours.noop_mask), 2, 4, 150, 150)
+    mask = ours.create_block_mask(ours.or_masks(window, ours.noop_mask), 2, 4, 150, 150, "cpu")
     out, aux = ours.flex_attention(
         q, k, v, block_mask=mask, return_aux=ours.AuxRequest(lse=True, max_scores=True)
     )

@@ -44,7 +44,7 @@ PREFIX = torch.tensor(33)
 @pytest.fixture(autouse=True)
 def search_from_the_top(monkeypatch):
     """Intervals even for few elements, in as many levels as there can be."""
-    monkeypatch.setattr(states_module, "_FEW_ELEMENTS", 0)
+    monkeypatch.setattr(states_module, "_is_small", lambda mask, extent: False)
     monkeypatch.setattr(states_module, "_FIRST_SQUARES", 4)
 
 
@@ -294,13 +294,8 @@ def test_random_rules_equal_their_elements(rule, data):
     if data.draw(st.booleans()):
         q_offset = torch.tensor([data.draw(st.integers(-20, 200)) for _ in range(3)])
     what = Extent(3, 2, Lq, Lkv, kv_len, q_offset, block, CPU)
-    old = states_module._FEW_ELEMENTS, states_module._FIRST_SQUARES
-    states_module._FEW_ELEMENTS, states_module._FIRST_SQUARES = 0, 2
-    try:
-        mask = trace(rule, "mask")
-        assert torch.equal(block_states(mask, what), by_elements(mask, what)), str(mask)
-    finally:
-        states_module._FEW_ELEMENTS, states_module._FIRST_SQUARES = old
+    mask = trace(rule, "mask")
+    assert torch.equal(block_states(mask, what), by_elements(mask, what)), str(mask)
 
 
 @settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))

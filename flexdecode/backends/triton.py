@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.runtime.errors import OutOfResources
 
 from flexdecode.codegen import Flavour, lower
 from flexdecode.device_tables import unite_heads
 from flexdecode.kernels import configs
 from flexdecode.kernels.call import BlockTables, DecodeCall, Mod
-from flexdecode.kernels.launch import Plan, make_plan, run_plan
+from flexdecode.kernels.launch import Plan, decode, run_plan
 from flexdecode.problem import Problem, Request, Result
 from flexdecode.tables import Tables
 from flexdecode.trace import Traced
@@ -98,19 +97,7 @@ def _launch(call: DecodeCall, problem: Problem, options: dict[str, Any]) -> None
     if plan is not None:
         run_plan(plan, call)
         return
-    config = _config(problem, call.tables, call.k, options)
-    while True:
-        plan = make_plan(call, config)
-        try:
-            run_plan(plan, call)
-            break
-        except OutOfResources:  # the compiler needed more shared memory than estimated
-            if config.num_stages > 1:
-                config = dataclasses.replace(config, num_stages=config.num_stages - 1)
-            elif config.BLOCK_N > configs.MIN_TILE:
-                config = dataclasses.replace(config, BLOCK_N=config.BLOCK_N // 2)
-            else:
-                raise
+    plan = decode(call, _config(problem, call.tables, call.k, options))
     if len(_plans) >= _MAX_PLANS:
         _plans.pop(next(iter(_plans)))
     _plans[key] = plan
