@@ -28,11 +28,12 @@ EMPTY, PARTIAL, FULL = 0, 1, 2  # values of a block state
 _UNKNOWN = 3  # undecided, inside this module only
 
 WORK_ELEMENTS = 1 << 22  # most elements evaluated at a time
-_FEW_ELEMENTS = 1 << 15  # evaluating these outright takes less time than intervals
+_FEW_ELEMENTS = 1 << 17  # evaluating so many outright takes less time than intervals,
+_FEW_A_CAPTURED = 16  # or so many for each captured number, which intervals have to summarise
 _CHUNK = 1 << 20  # elements of the blocks evaluated at a time
 _BOXES = 1 << 16  # boxes evaluated at a time
 _FIRST_SQUARES = 1 << 12  # the search starts with about that many
-_STRIP_BLOCKS = 1 << 22  # blocks of a strip
+_STRIP_BLOCKS = 1 << 20  # blocks of a strip
 _STEP = 4  # and divides a square into so many rows and columns
 _WORD = 0x0101010101010101  # eight True bytes read as one int64
 
@@ -119,7 +120,7 @@ def block_states(mask: Traced, extent: Extent) -> Tensor:
         `EMPTY`, `PARTIAL` or `FULL`; Bt and Ht as in `build_tables`.
     """
     reduced = extent.for_mask(mask)
-    if _elements(reduced) <= _FEW_ELEMENTS or _cell(reduced) > _CHUNK:
+    if _is_small(mask, reduced) or _cell(reduced) > _CHUNK:
         return _evaluated_states(mask, reduced)
     strip = _classified_strip(mask, reduced, BlockAnalysis(mask, extent.device))
     missing = reduced.num_blocks()[1] - strip.states.shape[3] - strip.first_column
@@ -160,9 +161,12 @@ def block_strips(mask: Traced, extent: Extent) -> Iterator[Strip]:
             yield replace(strip, first_row=first)
 
 
-def _elements(extent: Extent) -> int:
+def _is_small(mask: Traced, extent: Extent) -> bool:
+    """True where evaluating every element takes less time than intervals do."""
     kv_len = extent.Lkv if isinstance(extent.kv_len, Tensor) else extent.kv_len
-    return extent.B * extent.H * extent.Lq * kv_len
+    captured = sum(tensor.numel() for tensor in mask.captures)
+    few = max(_FEW_ELEMENTS, _FEW_A_CAPTURED * captured)
+    return extent.B * extent.H * extent.Lq * kv_len <= few
 
 
 @dataclass(frozen=True)

@@ -116,11 +116,12 @@ def _grouped(values: Tensor, count: int, group: int, largest: bool) -> Tensor:
 def _windows(values: Tensor, levels: int, largest: bool) -> Tensor:
     """Bounds of windows of 1, 2, 4, ... elements from each place on, as one flat tensor."""
     pick = torch.maximum if largest else torch.minimum
-    found = [values]
+    R, N = values.shape
+    found = values.new_empty((levels + 1, R, N))
+    found[0] = values
     for level in range(levels):
-        shift = 1 << level
-        now = found[-1].clone()
-        if shift < now.shape[1]:
-            now[:, :-shift] = pick(found[-1][:, :-shift], found[-1][:, shift:])
-        found.append(now)
-    return torch.stack(found).view(-1)
+        before, now, shift = found[level], found[level + 1], min(1 << level, N)
+        # A window that would pass the end stops there.
+        now[:, N - shift :] = before[:, N - shift :]
+        pick(before[:, : N - shift], before[:, shift:], out=now[:, : N - shift])
+    return found.view(-1)

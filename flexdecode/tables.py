@@ -63,8 +63,9 @@ class Tables:
     states : Tensor or None, [Bt, Ht, nQ, nKV], uint8
         The block states that the lists were made of, where they are kept.
     unions : dict of int to object
-        What a backend made of lists by query head for so many key heads; it moves along when the
-        tables are overwritten.
+        Lists united for so many key heads; they move along when the tables are overwritten.
+    laid_out : dict
+        What a backend made of these very tensors.
     """
 
     kv_num_blocks: Tensor
@@ -76,6 +77,7 @@ class Tables:
     exact: bool
     states: Tensor | None = None
     unions: dict[int, Any] = field(default_factory=dict)
+    laid_out: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -106,6 +108,7 @@ class Tables:
             full_kv_indices=None if full is None else change(full),
             states=None,
             unions={},
+            laid_out={},
         )
 
 
@@ -240,7 +243,8 @@ def _joined(parts: list[_Entries], extent: Extent) -> tuple[Tensor, Tensor]:
     width = int(counts.max()) if counts.numel() else 0
     indices = torch.zeros((*shape, width), dtype=torch.int32, device=extent.device)
     place = torch.arange(width, device=extent.device)
-    for part in parts:
+    while parts:
+        part = parts.pop()  # its memory is free again once it is copied
         into = indices[:, :, part.first_row : part.first_row + part.counts.shape[2]]
         into[place < part.counts[..., None]] = part.columns
     return counts, indices
