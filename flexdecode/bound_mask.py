@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexdecode.block_mask import BlockMask, ResolvedMask
 from flexdecode.mask_arguments import check_captures, count, find_device, is_same, shown
-from flexdecode.tables import Extent, build_into, build_tables
+from flexdecode.tables import Extent, Tables, build_into, build_tables
 from flexdecode.trace import trace
 
 if TYPE_CHECKING:
@@ -122,9 +122,17 @@ class BoundMask(BlockMask):
             own_offset = own_offset.expand(problem.B)
         # Lengths on a device may have moved on since the last update: let backends clip.
         exact = isinstance(self.kv_len, int)
-        return ResolvedMask(
-            trace(self.mask_mod, "mask"), replace(self.tables, exact=exact), own_offset
-        )
+        tables = self.tables if exact is self.tables.exact else self._handed_out(exact)
+        return ResolvedMask(trace(self.mask_mod, "mask"), tables, own_offset)
+
+    def _handed_out(self, exact: bool) -> Tables:
+        """Return the tables with another ``exact``, made once: their buffers never move."""
+        tables: Tables | None = self.__dict__.get("_tables_handed_out")
+        if tables is None:
+            assert self.tables is not None
+            tables = replace(self.tables, exact=exact)
+            object.__setattr__(self, "_tables_handed_out", tables)
+        return tables
 
 
 def bind_mask(

@@ -91,7 +91,8 @@ def unite_heads(tables: Tables, Hkv: int) -> TableBuffers:
             TableBuffers.empty(B, Hkv, nQ, nKV, states.device, states=False), state=states
         )
         launch_compact(union)
-        tables.unions[Hkv] = union
+        if tables.states is not None:  # given lists may change in place between two calls
+            tables.unions[Hkv] = union
     return union
 
 

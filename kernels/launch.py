@@ -353,7 +353,7 @@ def _kind(x: Tensor | None) -> torch.dtype | None:
 
 
 def decode(call: DecodeCall, config: DecodeConfig) -> Plan:
-    """Run one attention call; where the compiler needs more memory than estimated, in smaller tiles.
+    """Run one attention call, in smaller tiles where the compiler needs more memory than estimated.
 
     Returns
     -------

@@ -147,28 +147,42 @@ def _flavour(q: Tensor, approx: bool | None) -> Flavour:
 
 
 def _block_tables(tables: Tables, problem: Problem) -> BlockTables:
-    if tables.kv_num_blocks.shape[1] not in (1, problem.Hkv):
-        if tables.num_kv_blocks < 0:  # given tables of unknown width
-            width = -(-problem.Lkv // tables.BLOCK_SIZE[1])
-            tables = dataclasses.replace(tables, num_kv_blocks=width)
-        union = unite_heads(tables, problem.Hkv)
-        return BlockTables(
-            union.kv_num_blocks,
-            union.kv_indices,
-            union.full_kv_num_blocks,
-            union.full_kv_indices,
-            tables.BLOCK_SIZE,
-            tables.exact,
-            union.state,
-        )
+    """Lay out tables for the kernels; once, where the library built them to serve many calls."""
+    by_head = tables.kv_num_blocks.shape[1] not in (1, problem.Hkv)
+    if tables.states is None:  # given ones may change in place between two calls
+        return _united(tables, problem) if by_head else _plain(tables)
+    key = (problem.Hkv if by_head else 0, tables.exact)
+    found: BlockTables | None = tables.laid_out.get(key)
+    if found is None:
+        found = tables.laid_out[key] = _united(tables, problem) if by_head else _plain(tables)
+    return found
+
+
+def _united(tables: Tables, problem: Problem) -> BlockTables:
+    if tables.num_kv_blocks < 0:  # given tables of unknown width
+        width = -(-problem.Lkv // tables.BLOCK_SIZE[1])
+        tables = dataclasses.replace(tables, num_kv_blocks=width)
+    union = unite_heads(tables, problem.Hkv)
+    return BlockTables(
+        union.kv_num_blocks,
+        union.kv_indices,
+        union.full_kv_num_blocks,
+        union.full_kv_indices,
+        tables.BLOCK_SIZE,
+        tables.exact,
+        union.state,
+    )
+
+
+def _plain(tables: Tables) -> BlockTables:
     full_num, full = tables.full_kv_num_blocks, tables.full_kv_indices
     return BlockTables(
-        kv_num_blocks=tables.kv_num_blocks.contiguous(),
-        kv_indices=tables.kv_indices.contiguous(),
-        full_kv_num_blocks=None if full_num is None else full_num.contiguous(),
-        full_kv_indices=None if full is None else full.contiguous(),
-        BLOCK_SIZE=tables.BLOCK_SIZE,
-        exact=tables.exact,
+        tables.kv_num_blocks.contiguous(),
+        tables.kv_indices.contiguous(),
+        None if full_num is None else full_num.contiguous(),
+        None if full is None else full.contiguous(),
+        tables.BLOCK_SIZE,
+        tables.exact,
     )
 
 
