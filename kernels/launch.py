@@ -17,62 +17,15 @@ from triton.runtime.errors import OutOfResources
 from flexdecode.kernels.call import DecodeCall, Mod, vector_stride
 from flexdecode.kernels.configs import (
     MIN_TILE,
-    OVERSUBSCRIBE,
     DecodeConfig,
-    ceil_div,
     next_power_of_2,
     split_dim,
 )
 from flexdecode.kernels.decode import _decode_kernel
+from flexdecode.kernels.layout import Layout
 from flexdecode.kernels.reduce import _reduce_kernel
 
 NO_MOD = Mod(None)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How the programs of one launch are numbered: ``item * inner + (KV head, tile)``.
-
-    Attributes
-    ----------
-    rows, heads, nQ : int
-        Lists of active blocks, ``B * heads * nQ``; heads is 1 where all KV heads share a list.
-    inner : int
-        Programs of each item: KV heads that share a list, times tiles of its queries and heads.
-    items : int
-        Items of all rows at the most.
-    tile_rows : int
-        Real rows of a tile.
-    """
-
-    rows: int
-    heads: int
-    nQ: int
-    inner: int
-    items: int
-    tile_rows: int
-
-    @classmethod
-    def of(cls, call: DecodeCall, config: DecodeConfig) -> "Layout":
-        """Number the programs of `call`."""
-        B, Hq, Lq, _ = call.q.shape
-        Hkv = call.k.shape[1]
-        BLOCK_Q, _ = call.block_size(config.BLOCK_N)
-        tables = call.tables
-        heads = Hkv if tables is not None and tables.kv_num_blocks.shape[1] > 1 else 1
-        nQ = ceil_div(Lq, BLOCK_Q)
-        q_tiles = ceil_div(min(BLOCK_Q, Lq), config.TQ)
-        inner = Hkv // heads * q_tiles * ceil_div(Hq // Hkv, config.TG)
-        rows = B * heads * nQ
-        items = rows * config.num_splits
-        if config.plan_rows:
-            items = max(config.processors // inner, 1) * OVERSUBSCRIBE + rows
-        return cls(rows, heads, nQ, inner, items, config.TG * config.TQ)
-
-    @property
-    def programs(self) -> int:
-        """Programs of the launch."""
-        return self.items * self.inner
 
 
 # Compiled variants by kernel, constants, options and what `run_plan` finds in a call.
@@ -153,7 +106,16 @@ def make_plan(call: DecodeCall, config: DecodeConfig) -> Plan:
     Hkv, Lkv = k.shape[1:3]
     Dv = v.shape[3]
     BLOCK_Q, KV_BLOCK = call.block_size(config.BLOCK_N)
-    layout = Layout.of(call, config)
+    heads = Hkv if tables is not None and tables.kv_num_blocks.shape[1] > 1 else 1
+    layout = Layout.of(
+        B=q.shape[0],
+        Hkv=Hkv,
+        G=Hq // Hkv,
+        Lq=Lq,
+        heads=heads,
+        BLOCK_Q=BLOCK_Q,
+        config=config,
+    )
     several = config.plan_rows > 0 or config.num_splits > 1
     outer_k, outer_v, outer_q, outer_out = map(outer_strides, (k, v, q, out))
     align = math.gcd(16, *outer_k, *outer_v)

@@ -52,7 +52,7 @@ MAY_IMPORT = {
     "merging": "checks",
     "mods": "",
     "operations": "graph proxies",
-    "plan": "kernels.configs problem tables",
+    "plan": "kernels.configs problem",
     "problem": "",
     "proxies": "graph operations",
     "quantization": "checks",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import torch
@@ -11,16 +10,14 @@ from torch import Tensor
 
 from flexdecode.codegen import Flavour, lower
 from flexdecode.device_tables import unite_heads
-from flexdecode.kernels import configs
 from flexdecode.kernels.call import BlockTables, DecodeCall, Mod
 from flexdecode.kernels.launch import Plan, decode, run_plan
+from flexdecode.plan import Lists, choose_plan, device_of, length_bucket
 from flexdecode.problem import Problem, Request, Result
 from flexdecode.tables import Tables
 from flexdecode.trace import Traced
 
 __all__ = ["run"]
-
-_TUNABLE = ("BLOCK_M", "BLOCK_N", "num_splits", "num_stages", "num_warps")
 
 
 def run(request: Request) -> Result:
@@ -97,7 +94,9 @@ def _launch(call: DecodeCall, problem: Problem, options: dict[str, Any]) -> None
     if plan is not None:
         run_plan(plan, call)
         return
-    plan = decode(call, _config(problem, call.tables, call.k, options))
+    lists = None if call.tables is None else Lists.of(call.tables)
+    config = choose_plan(problem, lists, call.k.element_size(), device_of(call.k.device), options)
+    plan = decode(call, config)
     if len(_plans) >= _MAX_PLANS:
         _plans.pop(next(iter(_plans)))
     _plans[key] = plan
@@ -119,17 +118,12 @@ def _signature(call: DecodeCall, options: dict[str, Any]) -> tuple[Any, ...]:
         None if bias is None else bias.stride(),
         None if call.score_mod is None else call.score_mod.fn,
         None if call.mask_mod is None else call.mask_mod.fn,
-        _bucket(kv_len) if type(kv_len) is int else None,
+        length_bucket(kv_len) if type(kv_len) is int else None,
         call.q_offset is None,
         None if tables is None else tables.signature(),
         call.tf32,
         tuple(options.items()) if options else None,
     )
-
-
-def _bucket(keys: int) -> int:
-    """Lengths between two powers of two share a plan."""
-    return configs.next_power_of_2(max(keys, 1))
 
 
 def _mod(traced: Traced | None, flavour: Flavour) -> Mod | None:
@@ -184,44 +178,3 @@ def _plain(tables: Tables) -> BlockTables:
         tables.BLOCK_SIZE,
         tables.exact,
     )
-
-
-def _config(
-    problem: Problem, tables: BlockTables | None, k: Tensor, options: dict[str, Any]
-) -> configs.DecodeConfig:
-    block_q = kv_block = None
-    keys = problem.Lkv if isinstance(problem.kv_len, Tensor) else _bucket(problem.kv_len)
-    lists = problem.B if isinstance(problem.kv_len, Tensor) else 1
-    if tables is not None:
-        block_q, kv_block = tables.BLOCK_SIZE
-        B, heads, nQ = tables.kv_num_blocks.shape
-        lists = problem.B * heads * nQ if max(B, heads, nQ) > 1 else 1
-        if tables.full_kv_indices is not None:
-            columns = tables.kv_indices.shape[3] + tables.full_kv_indices.shape[3]
-            keys = min(keys, columns * kv_block)
-    return configs.choose_config(
-        B=problem.B,
-        Hkv=problem.Hkv,
-        G=problem.G,
-        Lq=problem.Lq,
-        D=problem.D,
-        Dv=problem.Dv,
-        itemsize=k.element_size(),
-        keys=min(keys, problem.Lkv),
-        device=_device(k.device),
-        BLOCK_Q=block_q,
-        KV_BLOCK=kv_block,
-        lists=lists,
-        ragged=isinstance(problem.kv_len, Tensor),
-        options={name: options[name] for name in _TUNABLE if name in options},
-    )
-
-
-@functools.cache
-def _device(device: torch.device) -> configs.Device:
-    if device.type != "cuda":
-        return configs.INTERPRETED
-    properties = torch.cuda.get_device_properties(device)
-    shared = getattr(properties, "shared_memory_per_block_optin", 65536)
-    hopper = torch.version.hip is None and properties.major >= 9
-    return configs.Device(properties.multi_processor_count, shared, pdl=hopper)

@@ -1,0 +1,118 @@
+"""What the host knows of a call's lists, and the configuration that the kernels run it with."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from flexdecode.kernels import configs
+
+if TYPE_CHECKING:
+    from flexdecode.kernels.call import BlockTables
+    from flexdecode.problem import Problem
+
+__all__ = ["Lists", "choose_plan", "device_of", "length_bucket"]
+
+_TUNABLE = ("BLOCK_M", "BLOCK_N", "num_splits", "num_stages", "num_warps")
+
+
+@dataclass(frozen=True)
+class Lists:
+    """Shape of the lists of active blocks, as the kernels take them.
+
+    Attributes
+    ----------
+    B, heads, nQ : int
+        ``heads`` is 1 or the number of key heads.
+    columns : int or None
+        Most entries of a row, partial and full; None where full blocks are not told apart.
+    BLOCK_SIZE : (int, int)
+    """
+
+    B: int
+    heads: int
+    nQ: int
+    columns: int | None
+    BLOCK_SIZE: tuple[int, int]
+
+    @classmethod
+    def of(cls, tables: BlockTables) -> Lists:
+        """Read the shape of laid-out tables."""
+        columns = None
+        if tables.full_kv_indices is not None:
+            columns = tables.kv_indices.shape[3] + tables.full_kv_indices.shape[3]
+        B, heads, nQ = tables.kv_num_blocks.shape
+        return cls(B, heads, nQ, columns, tables.BLOCK_SIZE)
+
+
+def length_bucket(keys: int) -> int:
+    """Lengths between two powers of two share a plan."""
+    return configs.next_power_of_2(max(keys, 1))
+
+
+def choose_plan(
+    problem: Problem,
+    lists: Lists | None,
+    itemsize: int,
+    device: configs.Device,
+    options: dict[str, Any],
+) -> configs.DecodeConfig:
+    """Choose tiles and splits for a call from what the host knows of it.
+
+    Parameters
+    ----------
+    problem : Problem
+    lists : Lists or None
+        None where every key may be attended.
+    itemsize : int
+        Bytes of an element of k and v.
+    device : Device
+    options : dict
+        Checked ``kernel_options``.
+
+    Raises
+    ------
+    ValueError
+        A kernel option that cannot work on this device.
+    """
+    block_q = kv_block = None
+    ragged = isinstance(problem.kv_len, Tensor)
+    keys = problem.Lkv if isinstance(problem.kv_len, Tensor) else length_bucket(problem.kv_len)
+    several = problem.B if ragged else 1
+    if lists is not None:
+        block_q, kv_block = lists.BLOCK_SIZE
+        differ = max(lists.B, lists.heads, lists.nQ) > 1
+        several = problem.B * lists.heads * lists.nQ if differ else 1
+        if lists.columns is not None:
+            keys = min(keys, lists.columns * kv_block)
+    return configs.choose_config(
+        B=problem.B,
+        Hkv=problem.Hkv,
+        G=problem.G,
+        Lq=problem.Lq,
+        D=problem.D,
+        Dv=problem.Dv,
+        itemsize=itemsize,
+        keys=min(keys, problem.Lkv),
+        device=device,
+        BLOCK_Q=block_q,
+        KV_BLOCK=kv_block,
+        lists=several,
+        ragged=ragged,
+        options={name: options[name] for name in _TUNABLE if name in options},
+    )
+
+
+@functools.cache
+def device_of(device: torch.device) -> configs.Device:
+    """What the choice needs to know about a device; CPU tensors mean the interpreter."""
+    if device.type != "cuda":
+        return configs.INTERPRETED
+    properties = torch.cuda.get_device_properties(device)
+    shared = getattr(properties, "shared_memory_per_block_optin", 65536)
+    hopper = torch.version.hip is None and properties.major >= 9
+    return configs.Device(properties.multi_processor_count, shared, pdl=hopper)

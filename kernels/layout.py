@@ -1,0 +1,48 @@
+"""How the programs of one launch are numbered. Nothing here imports Triton."""
+
+from dataclasses import dataclass
+
+from flexdecode.kernels.configs import OVERSUBSCRIBE, DecodeConfig, ceil_div
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the programs of one launch are numbered: ``item * inner + (KV head, tile)``.
+
+    Attributes
+    ----------
+    rows, heads, nQ : int
+        Lists of active blocks, ``B * heads * nQ``; heads is 1 where all KV heads share a list.
+    inner : int
+        Programs of each item: KV heads that share a list, times tiles of its queries and heads.
+    items : int
+        Items of all rows at the most.
+    tile_rows : int
+        Real rows of a tile.
+    """
+
+    rows: int
+    heads: int
+    nQ: int
+    inner: int
+    items: int
+    tile_rows: int
+
+    @classmethod
+    def of(
+        cls, *, B: int, Hkv: int, G: int, Lq: int, heads: int, BLOCK_Q: int, config: DecodeConfig
+    ) -> "Layout":
+        """Number the programs of a call whose lists differ among `heads` KV heads, or 1."""
+        nQ = ceil_div(Lq, BLOCK_Q)
+        q_tiles = ceil_div(min(BLOCK_Q, Lq), config.TQ)
+        inner = Hkv // heads * q_tiles * ceil_div(G, config.TG)
+        rows = B * heads * nQ
+        items = rows * config.num_splits
+        if config.plan_rows:
+            items = max(config.processors // inner, 1) * OVERSUBSCRIBE + rows
+        return cls(rows, heads, nQ, inner, items, config.TG * config.TQ)
+
+    @property
+    def programs(self) -> int:
+        """Programs of the launch."""
+        return self.items * self.inner
