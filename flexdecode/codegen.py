@@ -77,7 +77,11 @@ def lower(traced: Traced, flavour: Flavour) -> tuple[Any, tuple[Any, ...]]:
         Captures and numbers. Integers travel as floats of 16 bits each, since Triton would compile
         anew for an integer that becomes 1 or a multiple of 16.
     """
-    views = [(tensor.shape, tensor.stride()) for tensor in traced.captures]
+    # What requires grad is passed detached, and may be given other data (``parameter.data = ...``).
+    views = [
+        (tensor.shape, tensor.stride(), tensor.data_ptr() if tensor.requires_grad else None)
+        for tensor in traced.captures
+    ]
     earlier = traced.lowered.get(flavour)
     if earlier is not None and earlier[0] == views:
         return earlier[1]  # type: ignore[no-any-return]
@@ -139,11 +143,11 @@ def show_code(mod: Callable[..., Any], flavour: Flavour = "cuda") -> str:
         return t1
     """
     try:
-        return print_mod(trace(mod, "mask"), flavour)
+        return print_mod(trace(mod, "mask"), flavour).rstrip()
     except TypeError as mask_error:
         if "a function of these arguments is a score_mod" not in str(mask_error):
             raise
-    return print_mod(trace(mod, "score"), flavour)
+    return print_mod(trace(mod, "score"), flavour).rstrip()
 
 
 def _layout(tensor: Tensor) -> _Layout:

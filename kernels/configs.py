@@ -25,6 +25,7 @@ PLAN_ROWS = (128, 1024)  # sizes that the balanced plan is compiled for
 PLAN_KEYS = 8192  # shorter rows are not worth a plan of ragged lengths
 PLAN_LISTED_KEYS = 65536  # and listed blocks among fewer keys none of ragged lists
 WIDE_UNITS = 32  # steps from which a program may take larger ones
+WHOLE_KEYS = 512  # rows up to which a reduction costs more than a split saves
 MIN_SHARE = 2  # steps of the loop that are worth a split of their own
 REDUCE_ELEMENTS = 8192  # float32 partials that a program of the reduction holds at once
 
@@ -223,7 +224,7 @@ def choose_config(
     plan_rows = _choose_plan(lists, PLAN_KEYS if ragged else PLAN_LISTED_KEYS, keys, options)
     programs = B * Hkv * ceil_div(G, TG) * ceil_div(Lq, rows) * ceil_div(rows, TQ)
     units = max(ceil_div(keys, loop.BLOCK_N), 1)
-    num_splits = _choose_splits(programs, units, device, options)
+    num_splits = _choose_splits(programs, units, keys, device, options)
     long = units >= WIDE_UNITS and _one_wave(programs, num_splits, device)
     wide = _unit(128, KV_BLOCK)
     if loop.widens and wide > loop.BLOCK_N and (plan_rows or long):
@@ -340,10 +341,12 @@ def _choose_plan(lists: int, least: int, keys: int, options: Mapping[str, int]) 
     return next((size for size in PLAN_ROWS if size >= lists), 0)
 
 
-def _choose_splits(programs: int, units: int, device: Device, options: Mapping[str, int]) -> int:
+def _choose_splits(
+    programs: int, units: int, keys: int, device: Device, options: Mapping[str, int]
+) -> int:
     """Share each tile's units among enough programs to fill the device, and no more."""
     if "num_splits" in options:
         return options["num_splits"]
-    if programs == 0 or programs * 4 >= device.processors * 3:
+    if programs == 0 or programs * 4 >= device.processors * 3 or keys <= WHOLE_KEYS:
         return 1
     return max(1, min(device.processors // programs, units, MAX_SPLITS))

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs, allow-untyped-decorators
 """Block tables on the device: tell empty, partial and full blocks apart, then list them in order.
 
-Two launches, no synchronisation, nothing read back: a table can be built inside a CUDA graph, from
-lengths that change between replays. The dense mask is never written: `_classify_kernel` reduces
-each block to one byte.
+Two launches, one where rows are short; no synchronisation, nothing read back: a table can be built
+inside a CUDA graph, from lengths that change between replays. The dense mask is never written:
+`_classify_kernel` reduces each block to one byte.
 """
 
 from dataclasses import dataclass
@@ -18,16 +18,75 @@ from flexdecode.kernels.configs import ceil_div, next_power_of_2
 from flexdecode.kernels.tiles import load_kv_len, load_q_offset, loop_bound
 
 TILE = 1024  # mask elements that a program evaluates at a time
+WHOLE_ROW = 16384  # elements of a row up to which one program does it all, in one launch
 COMPACT_TILE = 1024  # block states that a program lists at a time
 CLASSIFY_RUN_TIME = (
-    "stride_kv_len kv_len stride_q_offset q_offset heads nQ nKV Lq Lkv BLOCK_Q chunks".split()
+    "columns stride_kv_len kv_len stride_q_offset q_offset heads nQ nKV Lq Lkv BLOCK_Q chunks"
+).split()
+ANY_ADDRESS = (
+    "state_ptr num_ptr indices_ptr full_num_ptr full_indices_ptr kv_len_ptr q_offset_ptr".split()
 )
-SMALL = "kv_len_ptr q_offset_ptr".split()
 
 
-@triton.jit(do_not_specialize=CLASSIFY_RUN_TIME, do_not_specialize_on_alignment=SMALL)
+@triton.jit
+def classify(
+    b,
+    h,
+    q_block,
+    blocks,  # [BLOCKS]
+    kv_len,
+    q_offset,
+    Lq,
+    BLOCK_Q,
+    mask_args,
+    MASK_MOD: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    KV_TILE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """States of some blocks of one row of blocks, a query row at a time: [BLOCKS] int32."""
+    offs_n = tl.arange(0, KV_TILE)[None, :]
+    kv_idx = blocks[:, None] * KV_BLOCK + offs_n  # [BLOCKS, KV_TILE]
+    inside = (kv_idx < kv_len) & (offs_n < KV_BLOCK)
+    some = tl.zeros([BLOCKS], tl.int32)
+    every = tl.full([BLOCKS], 1, tl.int32)
+    first = q_block * BLOCK_Q
+    last = tl.minimum(first + BLOCK_Q, Lq)
+    last = tl.where(tl.min(blocks, 0) * KV_BLOCK < kv_len, last, first)  # past the keys: all empty
+    for i in tl.range(loop_bound(first), loop_bound(last)):
+        allowed = inside & MASK_MOD(b, h, q_offset + i, kv_idx, inside, mask_args)
+        some = some | tl.max(allowed.to(tl.int32), 1)
+        every = every & tl.min((allowed | (offs_n >= KV_BLOCK)).to(tl.int32), 1)
+    return tl.where(some != 0, 1 + every, 0)
+
+
+@triton.jit
+def list_blocks(
+    blocks,  # [C]
+    state,  # [C] int32
+    partial,
+    full,  # how many the row lists so far
+    indices_ptr,
+    full_indices_ptr,  # of this row
+):
+    """Append some blocks to a row's lists; return how many are listed then."""
+    is_partial = (state == 1).to(tl.int32)
+    is_full = (state == 2).to(tl.int32)
+    at = partial + tl.cumsum(is_partial, 0) - is_partial
+    tl.store(indices_ptr + at, blocks, mask=is_partial != 0)
+    at = full + tl.cumsum(is_full, 0) - is_full
+    tl.store(full_indices_ptr + at, blocks, mask=is_full != 0)
+    return partial + tl.sum(is_partial, 0), full + tl.sum(is_full, 0)
+
+
+@triton.jit(do_not_specialize=CLASSIFY_RUN_TIME, do_not_specialize_on_alignment=ANY_ADDRESS)
 def _classify_kernel(
     state_ptr,  # [B or 1, heads, nQ, nKV] uint8, written: 0 empty, 1 partial, 2 full
+    num_ptr,  # [rows] int32, and the lists below: written where a program does a whole row
+    indices_ptr,  # [rows, columns] int32
+    full_num_ptr,  # [rows] int32
+    full_indices_ptr,  # [rows, columns] int32
+    columns: tl.int64,
     kv_len_ptr,  # [B], or None
     stride_kv_len: tl.int64,
     kv_len: tl.int32,
@@ -40,15 +99,15 @@ def _classify_kernel(
     Lq: tl.int32,
     Lkv: tl.int32,
     BLOCK_Q: tl.int32,
-    chunks: tl.int32,
+    chunks: tl.int32,  # programs a row
     mask_args,
     MASK_MOD: tl.constexpr,
     DERIVE_OFFSET: tl.constexpr,
     KV_BLOCK: tl.constexpr,
     KV_TILE: tl.constexpr,  # KV_BLOCK, rounded up to a power of two
-    BLOCKS: tl.constexpr,  # key blocks a program
+    BLOCKS: tl.constexpr,  # key blocks at a time
 ):
-    """Reduce BLOCKS blocks of one row of blocks to their states, a query row at a time."""
+    """Tell apart the blocks of one row of blocks: BLOCKS of them, or all, listing them at once."""
     pid = tl.program_id(0)
     chunk = pid % chunks
     row = pid // chunks
@@ -57,26 +116,41 @@ def _classify_kernel(
     b = row // nQ // heads
     kv_len = load_kv_len(kv_len_ptr, stride_kv_len, kv_len, b, Lkv)
     q_offset = load_q_offset(q_offset_ptr, stride_q_offset, q_offset, b, kv_len, Lq, DERIVE_OFFSET)
-    blocks = chunk * BLOCKS + tl.arange(0, BLOCKS)  # [BLOCKS]
-    offs_n = tl.arange(0, KV_TILE)[None, :]
-    kv_idx = blocks[:, None] * KV_BLOCK + offs_n  # [BLOCKS, KV_TILE]
-    inside = (kv_idx < kv_len) & (offs_n < KV_BLOCK)
-    some = tl.zeros([BLOCKS], tl.int32)
-    every = tl.full([BLOCKS], 1, tl.int32)
-    first = q_block * BLOCK_Q
-    last = tl.minimum(first + BLOCK_Q, Lq)
-    if chunk * BLOCKS * KV_BLOCK >= kv_len:
-        last = first  # nothing to look at: all empty
-    for i in tl.range(loop_bound(first), loop_bound(last)):
-        allowed = inside & MASK_MOD(b, h, q_offset + i, kv_idx, inside, mask_args)
-        some = some | tl.max(allowed.to(tl.int32), 1)
-        every = every & tl.min((allowed | (offs_n >= KV_BLOCK)).to(tl.int32), 1)
-    state = tl.where(some != 0, 1 + every, 0)
-    at = row.to(tl.int64) * nKV + blocks
-    tl.store(state_ptr + at, state.to(tl.uint8), mask=blocks < nKV)
+    row64 = row.to(tl.int64)
+    state_ptr += row64 * nKV
+    indices_ptr += row64 * columns
+    full_indices_ptr += row64 * columns
+    partial = 0
+    full = 0
+    last = tl.where(chunks == 1, nKV, (chunk + 1) * BLOCKS)
+    for start in tl.range(loop_bound(chunk * BLOCKS), loop_bound(last), BLOCKS):
+        blocks = start + tl.arange(0, BLOCKS)  # [BLOCKS]
+        state = classify(
+            b,
+            h,
+            q_block,
+            blocks,
+            kv_len,
+            q_offset,
+            Lq,
+            BLOCK_Q,
+            mask_args,
+            MASK_MOD,
+            KV_BLOCK,
+            KV_TILE,
+            BLOCKS,
+        )
+        tl.store(state_ptr + blocks, state.to(tl.uint8), mask=blocks < nKV)
+        if chunks == 1:
+            partial, full = list_blocks(blocks, state, partial, full, indices_ptr, full_indices_ptr)
+    if chunks == 1:
+        tl.store(num_ptr + row, partial)
+        tl.store(full_num_ptr + row, full)
 
 
-@triton.jit(do_not_specialize=["nKV", "nQ", "group", "columns"])
+@triton.jit(
+    do_not_specialize=["nKV", "nQ", "group", "columns"], do_not_specialize_on_alignment=ANY_ADDRESS
+)
 def _compact_kernel(
     state_ptr,  # [lists, group, nQ, nKV] uint8
     num_ptr,  # [rows] int32, written
@@ -95,6 +169,8 @@ def _compact_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     state_ptr += (row // nQ * group * nQ + row % nQ) * nKV
+    indices_ptr += row * columns
+    full_indices_ptr += row * columns
     partial = 0
     full = 0
     for start in tl.range(0, loop_bound(nKV), C):
@@ -105,14 +181,7 @@ def _compact_kernel(
             other = tl.load(other_ptr + blocks, mask=blocks < nKV, other=0).to(tl.int32)
             # The same on all heads: itself; otherwise partial, if anyone lists it.
             state = tl.where(state == other, state, 1)
-        is_partial = (state == 1).to(tl.int32)
-        is_full = (state == 2).to(tl.int32)
-        at = row * columns + partial + tl.cumsum(is_partial, 0) - is_partial
-        tl.store(indices_ptr + at, blocks, mask=is_partial != 0)
-        at = row * columns + full + tl.cumsum(is_full, 0) - is_full
-        tl.store(full_indices_ptr + at, blocks, mask=is_full != 0)
-        partial += tl.sum(is_partial, 0)
-        full += tl.sum(is_full, 0)
+        partial, full = list_blocks(blocks, state, partial, full, indices_ptr, full_indices_ptr)
     tl.store(num_ptr + row, partial)
     tl.store(full_num_ptr + row, full)
 
@@ -186,12 +255,18 @@ def launch_tables(
     BLOCK_Q, KV_BLOCK = BLOCK_SIZE
     KV_TILE = next_power_of_2(KV_BLOCK)
     BLOCKS = max(1, TILE // KV_TILE)  # whatever the length: another value is another kernel
-    chunks = ceil_div(nKV, BLOCKS)
+    elements = nKV * KV_TILE * min(BLOCK_Q, Lq)  # of a row
+    chunks = 1 if elements <= WHOLE_ROW else ceil_div(nKV, BLOCKS)
     kv_len_ptr, stride_kv_len, kv_len_int = vector_stride(kv_len)
     q_offset_ptr, stride_q_offset, q_offset_int = vector_stride(q_offset)
     rows = B * heads * nQ
     _classify_kernel[(rows * chunks,)](
         buffers.state,
+        buffers.kv_num_blocks,
+        buffers.kv_indices,
+        buffers.full_kv_num_blocks,
+        buffers.full_kv_indices,
+        buffers.kv_indices.shape[3],
         kv_len_ptr,
         stride_kv_len,
         kv_len_int,
@@ -212,7 +287,8 @@ def launch_tables(
         KV_TILE=KV_TILE,
         BLOCKS=BLOCKS,
     )
-    launch_compact(buffers)
+    if chunks > 1:
+        launch_compact(buffers)
 
 
 def launch_compact(buffers: TableBuffers) -> None:
