@@ -1,0 +1,108 @@
+"""What only a GPU can show: graphs that replay with new lengths, compilations, repeated bits."""
+
+import pytest
+import torch
+
+from flexdecode import attention, compile_count, create_block_mask
+from flexdecode.masks import causal, sliding_window
+
+pytestmark = pytest.mark.gpu
+
+
+def draw(*shape, dtype=torch.bfloat16):
+    return torch.randn(*shape, dtype=dtype, device="cuda")
+
+
+def window_of(ids, size):
+    return lambda b, h, q_idx, kv_idx: (
+        (q_idx >= kv_idx) & (q_idx - kv_idx < size) & (ids[q_idx] == ids[kv_idx])
+    )
+
+
+def test_fc64_a_graph_replays_with_new_lengths_tables_and_captures():
+    B, capacity = 5, 3000
+    q, k, v = draw(B, 8, 1, 64), draw(B, 2, capacity, 64), draw(B, 2, capacity, 64)
+    kv_len = torch.tensor([1, 40, 700, 2000, 0], device="cuda")
+    ids = torch.zeros(capacity, dtype=torch.int64, device="cuda")
+    mask = create_block_mask(window_of(ids, 500))
+    step = mask.bind(batch=B, heads=8, q_len=1, kv_len=kv_len, kv_capacity=capacity)
+    out = torch.full_like(q, float("nan"))
+
+    def decode():
+        step.update()
+        out.copy_(attention(q, k, v, block_mask=step))
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        decode()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decode()
+    for token in range(200):
+        kv_len += 1
+        if token % 50 == 25:
+            ids[token * 5 :] += 1
+        graph.replay()
+        if token % 25 == 24:
+            expected = attention(q, k, v, block_mask=mask, kv_len=kv_len)
+            torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+            reference = attention(q, k, v, block_mask=mask, kv_len=kv_len, backend="reference")
+            torch.testing.assert_close(out, reference, rtol=2e-2, atol=2e-2)
+
+
+def test_fc58_a_growing_cache_compiles_two_kernels():
+    """100 steps, kv_len 1 to 300, a new closure at every step, batches of 1 to 9."""
+    ids = torch.zeros(400, dtype=torch.int64, device="cuda")
+    counts = []
+    before = compile_count()
+    for step in range(100):
+        B, Lkv = 1 + step % 9, 3 * step + 1
+        mask = create_block_mask(window_of(ids, 10 + step))
+        k = draw(B, 2, Lkv, 48)
+        out = attention(draw(B, 8, 1, 48), k, k, block_mask=mask)
+        counts.append(compile_count() - before)
+        assert torch.isfinite(out).all()
+    assert counts[-1] <= 2, counts
+
+
+@pytest.mark.parametrize("lengths", ["equal", "ragged"])
+def test_fc40_repeats_give_equal_bits(lengths):
+    B, capacity = 6, 20000
+    q, k, v = draw(B, 8, 1, 128), draw(B, 2, capacity, 128), draw(B, 2, capacity, 128)
+    kv_len = None
+    if lengths == "ragged":
+        kv_len = torch.tensor([20000, 3, 0, 900, 8000, 64], device="cuda")
+    mask = create_block_mask(causal & sliding_window(12345))
+    first = attention(q, k, v, block_mask=mask, kv_len=kv_len)
+    assert torch.isfinite(first).all()
+    for _ in range(300):
+        assert torch.equal(attention(q, k, v, block_mask=mask, kv_len=kv_len), first)
+
+
+def test_streams_do_not_share_scratch():
+    """Calls on two streams at once give what each gives alone."""
+    q, k, v = draw(1, 8, 1, 128), draw(1, 2, 30000, 128), draw(1, 2, 30000, 128)
+    other = draw(1, 8, 1, 128)
+    alone, other_alone = attention(q, k, v), attention(other, k, v)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    for _ in range(50):
+        with torch.cuda.stream(side):
+            there = attention(other, k, v)
+        here = attention(q, k, v)
+        torch.cuda.synchronize()
+        assert torch.equal(here, alone)
+        assert torch.equal(there, other_alone)
+
+
+def test_sequences_longer_than_a_table_row_program():
+    """Tables of long rows take two launches, of short ones one: both equal the reference."""
+    for capacity in (8192, 40000):
+        q, k, v = draw(2, 4, 2, 32), draw(2, 2, capacity, 32), draw(2, 2, capacity, 32)
+        kv_len = torch.tensor([capacity, 77], device="cuda")
+        flags = torch.rand(capacity, device="cuda") < 0.3
+        mask = create_block_mask(lambda b, h, q_idx, kv_idx, f=flags: f[kv_idx] & (q_idx >= kv_idx))
+        out = attention(q, k, v, block_mask=mask, kv_len=kv_len)
+        reference = attention(q, k, v, block_mask=mask, kv_len=kv_len, backend="reference")
+        torch.testing.assert_close(out, reference, rtol=2e-2, atol=2e-2)
