@@ -18,7 +18,7 @@ from flexdecode.trace import trace
 if TYPE_CHECKING:
     from flexdecode.mods import ScoreMod
 
-__all__ = ["AuxOutput", "AuxRequest", "attention"]
+__all__ = ["AuxOutput", "AuxRequest", "attention", "prepare"]
 
 
 _NOTHING = contextlib.nullcontext()
@@ -192,6 +192,59 @@ def attention(
     >>> aux.lse.shape, aux.lse.dtype
     (torch.Size([2, 8, 1]), torch.float32)
     """
+    request, name = prepare(
+        q,
+        k,
+        v,
+        score_mod=score_mod,
+        block_mask=block_mask,
+        scale=scale,
+        kv_len=kv_len,
+        kv_start=kv_start,
+        q_offset=q_offset,
+        page_table=page_table,
+        cu_seqlens_q=cu_seqlens_q,
+        bias=bias,
+        sinks=sinks,
+        return_aux=return_aux,
+        backend=backend,
+        kernel_options=kernel_options,
+    )
+    # Captured parameters must not record anything either.
+    with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
+        result = load_backend(name)(request)
+    if return_aux is None:
+        return result.out
+    return result.out, AuxOutput(result.lse, result.max_scores)
+
+
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    score_mod: ScoreMod | None,
+    block_mask: BlockMask | None,
+    scale: float | None,
+    kv_len: int | Tensor | None,
+    kv_start: Tensor | None,
+    q_offset: int | Tensor | None,
+    page_table: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    return_aux: AuxRequest | None,
+    backend: str,
+    kernel_options: dict[str, Any] | None,
+) -> tuple[Request, str]:
+    """Check the arguments of `attention` and resolve its mask, without running anything else.
+
+    Returns
+    -------
+    request : Request
+    name : str
+        The backend that is to run it.
+    """
     if kv_start is not None or page_table is not None or cu_seqlens_q is not None:
         checks.check_not_yet(kv_start=kv_start, page_table=page_table, cu_seqlens_q=cu_seqlens_q)
     checks.check_qkv(q, k, v)
@@ -213,32 +266,27 @@ def attention(
     if return_aux is not None:
         checks.check_return_aux(return_aux)
     options = checks.check_options(kernel_options) if kernel_options is not None else {}
-    run = load_backend(choose_backend(backend, problem.device))
+    name = choose_backend(backend, problem.device)
     score = None
     if score_mod is not None:
         checks.check_score_mod(score_mod)
         score = trace(score_mod, "score")
 
-    # Captured parameters must not record anything either.
-    with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
-        resolved = None
-        if block_mask is not None and problem.B and problem.Lq and problem.Lkv:
+    resolved = None
+    if block_mask is not None and problem.B and problem.Lq and problem.Lkv:
+        with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
             resolved = block_mask.resolve(problem, q_offset is not None)
-            if resolved.q_offset is not None and resolved.q_offset is not problem.offset:
-                problem = dataclasses.replace(problem, offset=resolved.q_offset)
-            if resolved.scattered_rows and score is not None and "q_idx" in score.graph.uses:
-                raise ValueError(
-                    "score_mod: expected a rule without q_idx, since the block_mask's rows were "
-                    "picked one by one and have no common offset; slice them with a step of 1"
-                )
-        want_lse = return_aux is not None and return_aux.lse
-        want_max = return_aux is not None and return_aux.max_scores
-        result = run(
-            Request(q, k, v, problem, score, resolved, bias, sinks, want_lse, want_max, options)
-        )
-    if return_aux is None:
-        return result.out
-    return result.out, AuxOutput(result.lse, result.max_scores)
+        if resolved.q_offset is not None and resolved.q_offset is not problem.offset:
+            problem = dataclasses.replace(problem, offset=resolved.q_offset)
+        if resolved.scattered_rows and score is not None and "q_idx" in score.graph.uses:
+            raise ValueError(
+                "score_mod: expected a rule without q_idx, since the block_mask's rows were "
+                "picked one by one and have no common offset; slice them with a step of 1"
+            )
+    want_lse = return_aux is not None and return_aux.lse
+    want_max = return_aux is not None and return_aux.max_scores
+    request = Request(q, k, v, problem, score, resolved, bias, sinks, want_lse, want_max, options)
+    return request, name
 
 
 def _without_repeats(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
