@@ -27,6 +27,7 @@ __all__ = ["Binding", "Snapshot"]
 
 # Modules that hold no numbers of the user's, so that naming one changes nothing.
 _STATELESS = (math, operator, functools, np, torch)
+_STATELESS_ROOTS = ("builtins", "functools", "math", "numpy", "operator", "torch")
 _CONSTANT_TYPES = (
     bool,
     str,
@@ -52,12 +53,13 @@ class Binding:
         In the order of the walk, repeats included.
     """
 
-    __slots__ = ("_functions", "key", "numbers", "tensors")
+    __slots__ = ("_functions", "_slots", "key", "numbers", "tensors")
 
     def __init__(self, mod: Any) -> None:
         self.numbers: list[int | float] = []
         self.tensors: list[Tensor] = []
         self._functions: dict[int, int] = {}
+        self._slots: dict[int, int] = {}
         try:
             self.key: Hashable | None = self._visit(mod)
         except _Unkeyable:
@@ -69,13 +71,15 @@ class Binding:
             self.numbers.append(value)
             return kind
         if isinstance(value, Tensor):
+            # One tensor in two places is one capture: two tensors there are another trace.
+            slot = self._slots.setdefault(id(value), len(self.tensors))
             self.tensors.append(value)
-            return (value.dtype, value.dim())
+            return (value.dtype, value.dim(), slot)
         if kind is FunctionType:
             return self._visit_function(value)
         if kind is MaskMod:
             return self._visit(value.fn)
-        if isinstance(value, _CONSTANT_TYPES) or kind is type or _is_stateless(value):
+        if isinstance(value, _CONSTANT_TYPES) or _is_stateless(value):
             return (kind, value)
         if kind is tuple:
             return ("tuple", *map(self._visit, value))
@@ -93,6 +97,8 @@ class Binding:
         seen = self._functions.get(id(fn))
         if seen is not None:
             return ("again", seen)
+        if _has_attributes(fn) or _imports(fn.__code__):
+            raise _Unkeyable
         self._functions[id(fn)] = len(self._functions)
         return (fn.__code__, *map(self._visit, _parts(fn)))
 
@@ -114,12 +120,14 @@ class Snapshot:
     which errs on the side of walking again.
     """
 
-    __slots__ = ("_cells", "_defaults", "_names")
+    __slots__ = ("_cells", "_code", "_defaults", "_names", "_tensors")
 
-    def __init__(self, cells: Any, names: Any, defaults: Any) -> None:
+    def __init__(self, code: CodeType, cells: Any, names: Any, defaults: Any, tensors: Any) -> None:
+        self._code = code
         self._cells: tuple[tuple[Any, Any], ...] = tuple(cells)
         self._names: tuple[tuple[dict[str, Any], str, Any], ...] = tuple(names)
         self._defaults: tuple[tuple[Any, Any], ...] = tuple(defaults)
+        self._tensors: tuple[tuple[Tensor, Any, int], ...] = tuple(tensors)
 
     @classmethod
     def of(cls, fn: FunctionType) -> Snapshot | None:
@@ -127,6 +135,7 @@ class Snapshot:
         cells: list[Any] = []
         names: list[Any] = []
         defaults: list[Any] = []
+        tensors: list[Any] = []
         done: set[int] = set()
         stack: list[Any] = [fn]
         while stack:
@@ -135,27 +144,35 @@ class Snapshot:
                 stack.extend(value)
             elif type(value) in (MaskMod, functools.partial):
                 return None  # their parts can be replaced
+            elif isinstance(value, Tensor):
+                tensors.append((value, value.dtype, value.dim()))
             elif type(value) is FunctionType and not _of_torch(value):
                 if value is fn and done:
                     return None  # a snapshot that holds its own key would never be freed
                 if id(value) in done:
                     continue
                 done.add(id(value))
+                if value.__kwdefaults__ or (value is fn and value.__defaults__):
+                    return None
                 if value is not fn:
                     defaults.append((value, (value.__code__, value.__defaults__)))
-                elif value.__defaults__ or value.__kwdefaults__:
-                    return None
+                    stack.extend(value.__defaults__ or ())
                 full = [cell for cell in value.__closure__ or () if _is_full(cell)]
                 cells += [(cell, cell.cell_contents) for cell in full]
                 stack += [cell.cell_contents for cell in full]
                 found = value.__globals__
-                loaded = [name for name in _global_names(value.__code__) if name in found]
-                names += [(found, name, found[name]) for name in loaded]
-                stack += [found[name] for name in loaded]
-        return cls(cells, names, defaults)
+                loaded = _global_names(value.__code__)
+                names += [(found, name, found.get(name)) for name in loaded]
+                stack += [found[name] for name in loaded if name in found]
+        return cls(fn.__code__, cells, names, defaults, tensors)
 
-    def holds(self) -> bool:
-        """True while every cell and global is what it was."""
+    def holds(self, fn: Any) -> bool:
+        """True while `fn` and everything that it closes over is what it was."""
+        if fn.__code__ is not self._code or fn.__defaults__ or fn.__kwdefaults__:
+            return False
+        for tensor, dtype, rank in self._tensors:
+            if tensor.dtype is not dtype or tensor.dim() != rank:
+                return False  # another tensor's data was put into it
         for cell, value in self._cells:
             if cell.cell_contents is not value:
                 return False
@@ -164,6 +181,8 @@ class Snapshot:
                 return False
         for function, (code, defaults) in self._defaults:
             if function.__code__ is not code or function.__defaults__ is not defaults:
+                return False
+            if function.__kwdefaults__:
                 return False
         return True
 
@@ -211,6 +230,7 @@ class _Rebuilder:
         # Only the names that the code loads are replaced; the copy leaves the module untouched.
         names = dict(fn.__globals__)
         new = FunctionType(code, names, fn.__name__, None, cells or None)
+        new.__dict__.update(fn.__dict__)
         self.functions[id(fn)] = new
         for name, cell, old in zip(code.co_freevars, cells, fn.__closure__ or (), strict=True):
             if _is_full(old):
@@ -246,7 +266,13 @@ def _is_full(cell: Any) -> bool:
     return True
 
 
+def _has_attributes(fn: FunctionType) -> bool:
+    return any(name != "__wrapped__" for name in fn.__dict__)
+
+
 def _is_stateless(value: Any) -> bool:
+    if type(value) is type:
+        return _root(value.__module__) in _STATELESS_ROOTS
     if not isinstance(value, ModuleType):
         return False
     return value in _STATELESS or value.__name__.startswith("torch.nn")
@@ -271,3 +297,18 @@ def _global_names(code: CodeType) -> tuple[str, ...]:
         if isinstance(constant, CodeType):
             names.update(dict.fromkeys(_global_names(constant)))
     return tuple(names)
+
+
+@functools.lru_cache(maxsize=4096)
+def _imports(code: CodeType) -> bool:
+    """True where `code` or a function defined in it imports what may hold the user's numbers."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "IMPORT_NAME" and _root(instruction.argval) not in (
+            _STATELESS_ROOTS
+        ):
+            return True
+    return any(_imports(each) for each in code.co_consts if isinstance(each, CodeType))
+
+
+def _root(module: str) -> str:
+    return module.partition(".")[0]

@@ -403,6 +403,9 @@ class _Printer:
         if op == "pow":
             base, exponent = (self._tensor(arg).text for arg in args)
             helper = _SPECIAL["pow"].get(self.flavour, "pow") if floating else "int_pow"
+            if helper == "portable_pow":  # it selects lane by lane, from blocks
+                base = f"tl.zeros((1, 1), tl.{node.dtype}) + {base}"
+                exponent = f"tl.zeros((1, 1), tl.{node.dtype}) + {exponent}"
             return f"{helper}({base}, {exponent})"
         if op in INFIX:
             return f"{texts[0]} {INFIX[op]} {texts[1]}"

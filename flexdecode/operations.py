@@ -26,7 +26,7 @@ from flexdecode.proxies import (
     is_proxy,
 )
 
-__all__ = ["METHODS", "OPERATIONS", "ModuleFacade", "binary", "dispatch", "unary", "where"]
+__all__ = ["METHODS", "OPERATIONS", "ModuleFacade", "binary", "call", "dispatch", "unary", "where"]
 
 _PYTHON = {
     "add": operator.add,
@@ -58,11 +58,11 @@ def _tracer(*operands: Any) -> Tracer:
 def _operand(tracer: Tracer, operand: Any) -> Value | Array:
     if isinstance(operand, Tensor) and not is_proxy(operand):
         operand = tracer.capture(operand)
+    if type(operand) is Array and operand.ndim:
+        return operand
     value = as_value(tracer, operand)
     if value is not None:
         return value
-    if type(operand) is Array:
-        return operand
     raise fail(TypeError, f"a mod cannot compute with a {type(operand).__name__}")
 
 
@@ -122,8 +122,10 @@ def _power(tracer: Tracer, x: Value, y: Value, dtype: str) -> Node:
                 if bit == "1":
                     result = build.node("mul", dtype, (result, base))
             return result
-    if not is_float(dtype) and type(x) is Number and type(y) is Number and y.value < 0:
-        dtype = "float32"  # Python's rule for numbers: 2 ** -1 is 0.5
+    if not is_float(dtype) and type(x) is Number and type(y) is Number:
+        tracer.guard(y.node)
+        if y.value < 0:
+            dtype = "float32"  # Python's rule for numbers: 2 ** -1 is 0.5
     return build.node("pow", dtype, (build.cast(x.node, dtype), build.cast(y.node, dtype)))
 
 
@@ -185,9 +187,8 @@ def _elementwise(tracer: Tracer, function: Callable[..., Any], *operands: Value 
         candidates = [array.sizes[dim] for array in arrays if array.ndim >= -dim]
         wide = [size for size in candidates if size.value != 1]
         if len(candidates) > 1:
-            for size in candidates:
-                if size.value == 1:
-                    tracer.guard(size.node)
+            for size in candidates:  # which of them broadcasts, and that they fit
+                tracer.guard(size.node)
         if len({size.value for size in wide}) > 1:
             shapes = " and ".join(str([s.value for s in array.sizes]) for array in arrays)
             raise fail(ValueError, f"shapes {shapes} do not broadcast")
@@ -222,6 +223,12 @@ def _to(operand: Any, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
         elif is_proxy(arg):
             dtype = arg.dtype
     return operand if dtype is None else _cast(operand, dtype)
+
+
+def _type(operand: Any, dtype: Any = None, **kwargs: Any) -> Any:
+    if not isinstance(dtype, torch.dtype):
+        raise fail(TypeError, f"Tensor.type in a mod takes a torch.dtype, got {dtype!r}")
+    return _cast(operand, dtype)
 
 
 def _cast(operand: Any, dtype: torch.dtype) -> Any:
@@ -409,7 +416,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 METHODS: dict[str, Callable[..., Any]] = {
     **OPERATIONS,
     "to": _to,
-    "type": _to,
+    "type": _type,
     "type_as": _to,
     **{
         name: functools.partial(_cast, dtype=dtype)
@@ -470,7 +477,24 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if operation is None:
         module = getattr(func, "__module__", None) or "torch"
         raise fail(TypeError, f"{module}.{name} is not supported in a mod")
-    return operation(*args, **kwargs)
+    return call(f"torch.{name}", operation, args, kwargs)
+
+
+def call(
+    name: str, operation: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """Return ``operation(*args, **kwargs)``; arguments that it does not take are explained."""
+    try:
+        return operation(*args, **kwargs)
+    except TypeError as error:
+        if "argument" not in str(error) or "\n  at " in str(error):
+            raise
+        count = len(args) + len(kwargs)
+        words = "".join(f", {word}=..." for word in kwargs)
+        message = (
+            f"{name} with {count} argument{'s' * (count != 1)}{words} is not supported in a mod"
+        )
+        raise fail(TypeError, message) from None
 
 
 class ModuleFacade:

@@ -88,6 +88,8 @@ class Tracer:
         slot = self._capture_slots.get(id(tensor))
         if slot is None:
             storage = STORAGE.get(tensor.dtype)
+            if tensor.layout != torch.strided:
+                raise fail(TypeError, f"captured tensor {name}: {tensor.layout} cannot be read")
             if storage is None:
                 raise fail(
                     TypeError, f"captured tensor {name}: dtype {tensor.dtype} cannot be read"
@@ -114,6 +116,7 @@ class Tracer:
         """Return a literal."""
         if isinstance(value, bool):
             return Number(self, self.builder.node("const", "bool", (), value), value)
+        value = float(value) if isinstance(value, float) else int(value)  # an enum's member, too
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise fail(ValueError, f"the number {value} does not fit into 64 bits")
         if self.lift_constants:
@@ -152,14 +155,14 @@ class _Operand:
         return dispatch(func, args, kwargs or {})
 
     def __getattr__(self, name: str) -> Any:
-        from flexdecode.operations import METHODS
+        from flexdecode.operations import METHODS, call
 
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
         method = METHODS.get(name)
         if method is None:
             raise fail(TypeError, f"Tensor.{name} is not supported in a mod")
-        return lambda *args, **kwargs: method(self, *args, **kwargs)
+        return lambda *args, **kwargs: call(f"Tensor.{name}", method, (self, *args), kwargs)
 
     def __iter__(self) -> Any:
         raise fail(TypeError, "a mod cannot iterate over a tensor: index it")
@@ -241,6 +244,12 @@ class Value(_Operand):
         return torch.Size([])
 
     ndim = property(lambda self: 0)
+
+    def __getitem__(self, index: Any) -> Any:
+        entries = index if type(index) is tuple else (index,)
+        if all(entry is None or entry is Ellipsis for entry in entries):
+            return self
+        raise fail(IndexError, "too many indices: an index or a tensor's element has no dimensions")
 
     def __bool__(self) -> bool:
         raise fail(

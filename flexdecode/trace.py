@@ -113,7 +113,7 @@ def trace(mod: Callable[..., Any], kind: Kind) -> Traced:
     """
     fn = mod.fn if type(mod) is MaskMod else mod
     recent = _recent.get(fn) if type(fn) is FunctionType else None
-    if recent is not None and recent[1].graph.kind == kind and recent[0].holds():
+    if recent is not None and recent[1].graph.kind == kind and recent[0].holds(fn):
         return recent[1]
     traced, stable = _trace_walked(mod, kind)
     if stable and type(fn) is FunctionType:

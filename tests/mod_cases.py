@@ -93,6 +93,7 @@ def scores() -> dict:
             torch.floor(s) + torch.ceil(s) * 2 + torch.trunc(s) * 3 + torch.round(s * 2)
         ),
         "powers": lambda s, b, h, q, k: s**3 + s.abs() ** 0.5 + torch.pow(1.5, s),
+        "powers_of_numbers": lambda s, b, h, q, k: s.abs() ** (cap / 7) + (cap / 2) ** s,
         "division": lambda s, b, h, q, k: (s * 10) // 3.0 + (s * 10) % 3.0 + 1 / (k + 1),
         "where": lambda s, b, h, q, k: torch.where(q >= k, s, -math.inf),
         "constants": lambda s, b, h, q, k: s + torch.where(q >= k, 1.0, 2.0),

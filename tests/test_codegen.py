@@ -142,3 +142,14 @@ def test_only_own_identifiers_reach_the_source():
     text = show_code(hostile)
     assert "import os\n" not in text
     assert text.count("\n") < 8
+
+
+def test_parameters_given_other_data_are_passed_anew():
+    weight = torch.nn.Parameter(torch.zeros(8))
+
+    def mod(b, h, q_idx, kv_idx):
+        return weight[kv_idx] > 0
+
+    assert lower(trace(mod, "mask"), "cuda")[1][0].data_ptr() == weight.data_ptr()
+    weight.data = torch.ones(8)
+    assert lower(trace(mod, "mask"), "cuda")[1][0].data_ptr() == weight.data_ptr()

@@ -1,10 +1,12 @@
 """Tracing: one graph for mods that are alike, live values, guards, errors with the user's line."""
 
+import enum
 import functools
 import math
 import statistics
 import sys
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +24,7 @@ import mod_cases
 module_window = 5
 module_table = torch.arange(10)
 NEST = {"window": 3}
+SPARSE = torch.eye(12).to_sparse()
 
 
 def window(size):
@@ -363,3 +366,134 @@ def test_traces_do_not_keep_mods_alive():
     del mod
     gc.collect()
     assert table() is None
+
+
+# -- what a cached trace may take for granted ------------------------------------------------------
+
+
+def test_two_tensors_after_one_in_both_places():
+    def both(first, second):
+        return lambda b, h, q_idx, kv_idx: first[q_idx] + second[kv_idx] > 0
+
+    one, other = torch.randn(12), torch.randn(12)
+    for first, second in ((one, one), (one, other), (other, one)):
+        expected = first[:, None] + second > 0
+        assert torch.equal(dense(both(first, second)), expected)
+
+
+def test_attributes_of_classes_and_functions_are_live():
+    class Config:
+        window = 3
+
+    def by_class(b, h, q_idx, kv_idx):
+        return q_idx - kv_idx < Config.window
+
+    def by_function(b, h, q_idx, kv_idx):
+        return q_idx - kv_idx < by_function.window
+
+    for size in (3, 7):
+        Config.window = by_function.window = size
+        expected = dense(window(size))
+        assert torch.equal(dense(by_class), expected)
+        assert torch.equal(dense(by_function), expected)
+
+
+def test_numbers_imported_inside_a_mod_are_live(monkeypatch):
+    settings = types.ModuleType("flexdecode_test_settings")
+    monkeypatch.setitem(sys.modules, settings.__name__, settings)
+
+    def mod(b, h, q_idx, kv_idx):
+        from flexdecode_test_settings import size
+
+        return q_idx - kv_idx < size
+
+    for settings.size in (3, 7):
+        assert torch.equal(dense(mod), dense(window(settings.size)))
+
+
+def test_defaults_of_inner_functions_are_live():
+    size = 3
+
+    def near(distance):
+        return distance < size
+
+    def through_default(distance, rule=near):
+        return rule(distance)
+
+    def through_keyword(distance, *, size=3):
+        return distance < size
+
+    def first(b, h, q_idx, kv_idx):
+        return through_default(q_idx - kv_idx)
+
+    def second(b, h, q_idx, kv_idx):
+        return through_keyword(q_idx - kv_idx)
+
+    for size in (3, 7):
+        through_keyword.__kwdefaults__["size"] = size
+        assert torch.equal(dense(first), dense(window(size)))
+        assert torch.equal(dense(second), dense(window(size)))
+
+
+def test_replaced_code_is_seen():
+    def mod(b, h, q_idx, kv_idx):
+        return kv_idx < 3
+
+    dense(mod)
+    mod.__code__ = (lambda b, h, q_idx, kv_idx: kv_idx < 7).__code__
+    assert dense(mod).sum() == 12 * 7
+
+
+def test_data_of_another_dtype_put_into_a_parameter():
+    weight = torch.nn.Parameter(torch.zeros(12))
+
+    def mod(b, h, q_idx, kv_idx):
+        return weight[kv_idx] > 0
+
+    assert trace(mod, "mask").graph.captures[0].dtype == "float32"
+    weight.data = torch.ones(12, dtype=torch.float16)
+    assert trace(mod, "mask").graph.captures[0].dtype == "float16"
+
+
+def test_tensors_of_length_one_broadcast_or_not_as_they_are_now():
+    def mod(first, second):
+        return lambda b, h, q_idx, kv_idx: (first + second)[kv_idx] > 0
+
+    many, one = torch.randn(12), torch.randn(1)
+    for first, second in ((many, many), (one, many), (many, one)):
+        assert torch.equal(dense(mod(first, second)), (first + second > 0).expand(12, 12))
+    # Rank 1 stays rank 1, whatever the batch.
+    for lengths in (torch.tensor([5]), torch.tensor([5, 9])):
+        mask = dense(lambda b, h, q_idx, kv_idx, lengths=lengths: kv_idx < (lengths - 1)[b])
+        assert mask.sum() == 12 * 4
+
+
+def test_signs_of_exponents_are_guarded():
+    def mod(n):
+        return lambda b, h, q_idx, kv_idx: 2**n * kv_idx < 4
+
+    assert [int(dense(mod(n))[0].sum()) for n in (1, -1, 0)] == [2, 8, 4]
+
+
+def test_members_of_number_enums_are_numbers():
+    class Size(int, enum.Enum):
+        SMALL = 4
+
+    mask = trace(window(Size.SMALL), "mask")
+    assert "Size" not in str(mask)
+    assert torch.equal(dense(window(Size.SMALL)), dense(window(4)))
+
+
+@pytest.mark.parametrize(
+    ("mod", "message"),
+    [
+        (lambda b, h, q_idx, kv_idx: kv_idx < module_table.max(), "Tensor.max with 1 argument is"),
+        (lambda b, h, q_idx, kv_idx: torch.where(kv_idx < q_idx), "torch.where with 1 argument is"),
+        (lambda b, h, q_idx, kv_idx: kv_idx.type("torch.IntTensor") < 3, "takes a torch.dtype"),
+        (lambda b, h, q_idx, kv_idx: kv_idx[0] < 3, "too many indices"),
+        (lambda b, h, q_idx, kv_idx: SPARSE[q_idx, kv_idx] > 0, "torch.sparse_coo cannot be read"),
+    ],
+)
+def test_arguments_that_are_not_taken_are_explained(mod, message):
+    with pytest.raises((TypeError, IndexError), match=message):
+        trace(mod, "mask")
