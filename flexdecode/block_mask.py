@@ -35,7 +35,9 @@ from flexdecode.tables import (
 from flexdecode.trace import Traced, trace
 
 if TYPE_CHECKING:
+    from flexdecode.block_counts import BlockCounts
     from flexdecode.bound_mask import BoundMask
+    from flexdecode.explanation import Explanation
     from flexdecode.problem import Problem
 
 __all__ = ["BlockMask", "ResolvedMask", "create_block_mask"]
@@ -335,10 +337,14 @@ class BlockMask:
         Tensor, [B, H, nQ, nKV], int32
             1 where a block is listed, else 0.
         """
-        states = table_states(replace(self._tables("to_dense"), num_kv_blocks=self._columns()))
-        dense = self._expanded((states > 0).to(torch.int32))
-        assert dense is not None
-        return dense.contiguous()
+        return (self._states("to_dense") > 0).to(torch.int32)
+
+    def _states(self, wanted: str) -> Tensor:
+        """State of every block: [B, H, nQ, nKV], uint8."""
+        tables = replace(self._tables(wanted), num_kv_blocks=self._columns())
+        states = self._expanded(table_states(tables))
+        assert states is not None
+        return states.contiguous()
 
     def to_string(self, grid_size: int | tuple[int, int] = (20, 20), limit: int = 4) -> str:
         """Draw the blocks: full characters where all are active, light ones where some are.
@@ -364,6 +370,64 @@ class BlockMask:
                 break
             pictures.append(f"({b}, {h})\n" + _picture(dense[b, h], rows, columns))
         return "\n".join(pictures)
+
+    def plot(self, ax: Any = None, b: int = 0, h: int = 0) -> Any:
+        """Draw the empty, partial and full blocks of one head of one sequence.
+
+        Parameters
+        ----------
+        ax : matplotlib Axes, optional
+            Where to draw. Default: a new figure.
+        b, h : int, default 0
+            Sequence and head.
+
+        Returns
+        -------
+        matplotlib Axes
+
+        Raises
+        ------
+        ImportError
+            matplotlib is missing; it comes with the extra ``plot``.
+        ValueError
+            The mask is lazy and has no tables.
+        """
+        from flexdecode.visualize import plot_blocks
+
+        states = self._states("plot")[b, h]
+        q_len, kv_len = self.seq_lengths
+        assert q_len is not None and kv_len is not None
+        return plot_blocks(states, self.BLOCK_SIZE, (q_len, kv_len), ax)
+
+    def explain(
+        self, q: Tensor | None = None, k: Tensor | None = None, v: Tensor | None = None, **call: Any
+    ) -> Explanation | BlockCounts:
+        """Say what a call with this mask reads, or without tensors what the tables hold.
+
+        Parameters
+        ----------
+        q, k, v : Tensor, optional
+            As in `attention`; all or none. A lazy mask needs them.
+        **call
+            Further arguments of `flexdecode.explain`.
+
+        Returns
+        -------
+        Explanation or BlockCounts
+            Both print as a table.
+        """
+        from flexdecode.block_counts import count_blocks, valid_keys
+        from flexdecode.explanation import explain
+
+        if q is not None and k is not None and v is not None:
+            return explain(q, k, v, block_mask=self, **call)
+        if call or not (q is None and k is None and v is None):
+            raise TypeError("explain: expected q, k and v, or no argument at all")
+        states = self._states("explain").cpu()
+        kv_len = self.seq_lengths[1] if self.kv_len is None else self.kv_len
+        assert kv_len is not None
+        keys = valid_keys(kv_len, states.shape[3], self.BLOCK_SIZE[1])
+        return count_blocks(states, keys, self.BLOCK_SIZE, states.shape[0], states.shape[1], "head")
 
     def __repr__(self) -> str:
         name = getattr(self.mask_mod, "__name__", None)

@@ -22,7 +22,16 @@ from flexdecode.intervals import BlockAnalysis, Boxes
 if TYPE_CHECKING:
     from flexdecode.trace import Traced
 
-__all__ = ["EMPTY", "FULL", "PARTIAL", "Extent", "Strip", "block_states", "block_strips"]
+__all__ = [
+    "EMPTY",
+    "FULL",
+    "PARTIAL",
+    "Extent",
+    "Strip",
+    "block_states",
+    "block_strips",
+    "undecided_boxes",
+]
 
 EMPTY, PARTIAL, FULL = 0, 1, 2  # values of a block state
 _UNKNOWN = 3  # undecided, inside this module only
@@ -269,24 +278,50 @@ def _cell(extent: Extent) -> int:
     return min(extent.BLOCK_SIZE[0], extent.Lq) * min(extent.BLOCK_SIZE[1], extent.Lkv)
 
 
-def _by_intervals(analysis: BlockAnalysis, squares: _Squares, numbers: Tensor) -> Tensor:
-    """State of each square, `_UNKNOWN` where its elements differ or might."""
+def undecided_boxes(analysis: BlockAnalysis, extent: Extent) -> Iterator[tuple[int, Boxes]]:
+    """Yield, a bounded number at a time, the blocks that intervals alone leave undecided.
+
+    Yields
+    ------
+    count : int
+        Blocks with a valid key that were looked at.
+    boxes : Boxes
+        Positions of the undecided ones.
+    """
+    reduced = extent.for_mask(analysis.mask)
+    squares = _Squares.all(reduced, 1)
+    for part in _parts(math.prod(squares.shape), _BOXES):
+        numbers = torch.arange(part.start, part.stop, device=reduced.device)
+        place = squares.place(numbers)
+        numbers = numbers[place.key < place.kv_len]
+        if len(numbers):
+            unknown = numbers[_by_intervals(analysis, squares, numbers) == _UNKNOWN]
+            yield len(numbers), _boxes(squares, squares.place(unknown))
+
+
+def _boxes(squares: _Squares, place: _Place) -> Boxes:
+    """Positions of squares; none past the last row or the last valid key."""
     extent = squares.extent
-    place = squares.place(numbers)
     high, wide = (squares.size * block for block in extent.BLOCK_SIZE)
     q_lo = place.row + place.q_offset
     q_hi = q_lo
     if high > 1 and extent.Lq > 1:
         q_hi = (place.row + high).clamp(max=extent.Lq) - 1 + place.q_offset
-    stop = place.key + wide
-    inside = place.key < place.kv_len
-    crossing = stop > place.kv_len
     kv_lo = place.key.clamp(max=extent.Lkv - 1)  # squares outside are empty, whatever comes out
     kv_hi = kv_lo
     if wide > 1 and extent.Lkv > 1:
-        kv_end = torch.where(crossing, place.kv_len, stop) - 1
+        stop = place.key + wide
+        kv_end = torch.where(stop > place.kv_len, place.kv_len, stop) - 1
         kv_hi = torch.maximum(kv_end, kv_lo)
-    truth = analysis(Boxes(place.b, place.h, q_lo, q_hi, kv_lo, kv_hi))
+    return Boxes(place.b, place.h, q_lo, q_hi, kv_lo, kv_hi)
+
+
+def _by_intervals(analysis: BlockAnalysis, squares: _Squares, numbers: Tensor) -> Tensor:
+    """State of each square, `_UNKNOWN` where its elements differ or might."""
+    place = squares.place(numbers)
+    inside = place.key < place.kv_len
+    crossing = place.key + squares.size * squares.extent.BLOCK_SIZE[1] > place.kv_len
+    truth = analysis(_boxes(squares, place))
     state = torch.full_like(numbers, _UNKNOWN, dtype=torch.uint8)
     if squares.size == 1:
         state = state.masked_fill(truth.must | (truth.seen & truth.unseen), PARTIAL)

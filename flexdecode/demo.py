@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from flexdecode import BlockMask, attention, create_block_mask, mask_mod
+from flexdecode.tables import EMPTY, table_states
+from flexdecode.visualize import legend_handles, plot_blocks
 
 __all__ = ["Case", "Measured", "create_cases", "draw", "measure", "run", "states"]
 
 B, HQ, HKV, D = 2, 8, 2, 64  # sequences, query heads, key heads, head dim
-EMPTY, PARTIAL, FULL = 0, 1, 2
 
 
 @dataclass(frozen=True)
@@ -154,60 +155,28 @@ def states(block_mask: BlockMask) -> Tensor:
 
     Returns
     -------
-    Tensor, [B or 1, H or 1, nQ, nKV], int8
+    Tensor, [B or 1, H or 1, nQ, nKV], uint8
     """
-    tables = block_mask.tables
-    assert tables is not None, "a lazy mask has none"
-    rows, columns = tables.BLOCK_SIZE
-    *_, Lq, Lkv = block_mask.shape
-    assert Lq is not None and Lkv is not None
-    shape = (*tables.kv_num_blocks.shape[:2], -(-Lq // rows), -(-Lkv // columns))
-    result = torch.zeros(shape, dtype=torch.int8, device=tables.kv_num_blocks.device)
-    for state, counts, indices in (
-        (PARTIAL, tables.kv_num_blocks, tables.kv_indices),
-        (FULL, tables.full_kv_num_blocks, tables.full_kv_indices),
-    ):
-        if counts is None or indices is None or indices.shape[-1] == 0:
-            continue
-        listed = torch.arange(indices.shape[-1], device=counts.device) < counts[..., None]
-        # Entries after the count are 0, a block that exists: add, so that they change nothing.
-        result.scatter_add_(-1, indices.long(), (listed * state).to(torch.int8))
-    return result
+    assert block_mask.tables is not None, "a lazy mask has none"
+    return table_states(block_mask.tables)
 
 
 def draw(cases: list[Case], length: int, block: int, path: Path) -> None:
     """Draw the block tables of `cases` over `length` queries and keys into a PNG file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
 
-    colors = ["#f2f2f2", "#e69f00", "#0072b2"]  # Okabe-Ito: told apart by colour-blind readers
     figure = Figure(figsize=(10.5, 7.6), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(2, 3, sharex=True, sharey=True)
     for axis, case in zip(axes.flat, cases, strict=False):
         mask = create_block_mask(case.mask_mod, 1, HQ, length, length, BLOCK_SIZE=block)
         table = states(mask)[0, 0].cpu()
-        axis.pcolormesh(
-            table.numpy(), cmap=ListedColormap(colors), vmin=0, vmax=2,
-            edgecolors="white", linewidth=0.4,
-        )  # fmt: skip
+        plot_blocks(table, mask.BLOCK_SIZE, (length, length), axis, legend=False)
         axis.set_title(f"{case.name}: {(table != EMPTY).double().mean().item():.0%} of blocks read")
         axis.set_aspect("equal")
-        axis.tick_params(length=0)
-        axis.spines[:].set_visible(False)
-    axes[0, 0].invert_yaxis()  # shared: row 0 on top, as in a matrix
-    for axis in axes[-1]:
-        axis.set_xlabel(f"key block ({block} keys each)")
-    for axis in axes[:, 0]:
-        axis.set_ylabel(f"query block ({block} queries each)")
-    names = ["empty: skipped", "partial: the mask is applied", "full: no mask needed"]
-    patches = [
-        Patch(facecolor=color, edgecolor="#999999", label=name)
-        for color, name in zip(colors, names, strict=True)
-    ]
-    figure.legend(handles=patches, loc="outside lower center", ncols=3, frameon=False)
+        axis.label_outer()
+    figure.legend(handles=legend_handles(), loc="outside lower center", ncols=3, frameon=False)
     figure.suptitle(f"Block tables of {length} queries over {length} keys")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

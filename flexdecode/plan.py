@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from flexdecode.kernels.call import BlockTables
     from flexdecode.problem import Problem
 
-__all__ = ["Lists", "choose_plan", "device_of", "length_bucket"]
+__all__ = ["Lists", "balanced_items", "choose_plan", "device_of", "length_bucket"]
 
 _TUNABLE = ("BLOCK_M", "BLOCK_N", "num_splits", "num_stages", "num_warps")
 
@@ -116,3 +116,29 @@ def device_of(device: torch.device) -> configs.Device:
     shared = getattr(properties, "shared_memory_per_block_optin", 65536)
     hopper = torch.version.hip is None and properties.major >= 9
     return configs.Device(properties.multi_processor_count, shared, pdl=hopper)
+
+
+def balanced_items(units: Tensor, inner: int, processors: int) -> Tensor:
+    """Items of every row of a balanced launch: what `plan_items` works out in the kernels.
+
+    Parameters
+    ----------
+    units : Tensor, [rows], int64
+        Steps of the loop that each row asks for.
+    inner : int
+        Programs that each item takes.
+    processors : int
+
+    Returns
+    -------
+    Tensor, [rows], int64
+    """
+    if len(units) == 0:
+        return units
+    total, longest, busy = int(units.sum()), int(units.max()), int((units > 0).sum())
+    slots = max(processors // inner, 1)
+    waves = configs.ceil_div(busy, slots)
+    share = max(configs.ceil_div(total, slots * configs.OVERSUBSCRIBE), configs.MIN_UNITS)
+    if waves * longest * 8 <= configs.ceil_div(total, slots) * 9:
+        share = max(longest, 1)
+    return (-(-units // share)).clamp(min=1)

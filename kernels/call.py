@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flexdecode.kernels.configs import next_power_of_2
+from flexdecode.kernels.layout import kernel_block_size
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,17 +118,9 @@ class DecodeCall:
     tf32: bool = False
 
     def block_size(self, BLOCK_N: int) -> tuple[int, int]:
-        """Return queries and keys of a block as the kernels see them.
-
-        A block much wider than all keys is cut down, so that it isn't walked in vain; by powers of
-        two, since each width is a kernel of its own. Without tables the blocks are the units.
-        """
-        Lq, Lkv = self.q.shape[2], self.k.shape[2]
-        if self.tables is None:
-            return max(Lq, 1), BLOCK_N
-        BLOCK_Q, KV_BLOCK = self.tables.BLOCK_SIZE
-        KV_BLOCK = min(KV_BLOCK, max(next_power_of_2(max(Lkv, 1)), 128, BLOCK_N))
-        return max(min(BLOCK_Q, Lq), 1), KV_BLOCK
+        """Return queries and keys of a block as the kernels see them."""
+        BLOCK_SIZE = None if self.tables is None else self.tables.BLOCK_SIZE
+        return kernel_block_size(BLOCK_SIZE, self.q.shape[2], self.k.shape[2], BLOCK_N)
 
 
 def vector_stride(vector: int | Tensor | None) -> tuple[Tensor | None, int, int]:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from flexdecode.kernels.configs import OVERSUBSCRIBE, DecodeConfig, ceil_div
+from flexdecode.kernels.configs import OVERSUBSCRIBE, DecodeConfig, ceil_div, next_power_of_2
 
 
 @dataclass(frozen=True)
@@ -46,3 +46,18 @@ class Layout:
     def programs(self) -> int:
         """Programs of the launch."""
         return self.items * self.inner
+
+
+def kernel_block_size(
+    BLOCK_SIZE: tuple[int, int] | None, Lq: int, Lkv: int, BLOCK_N: int
+) -> tuple[int, int]:
+    """Return queries and keys of a block as the kernels see them, of tables with `BLOCK_SIZE`.
+
+    A block much wider than all keys is cut down, so that it isn't walked in vain; by powers of
+    two, since each width is a kernel of its own. Without tables the blocks are the units.
+    """
+    if BLOCK_SIZE is None:
+        return max(Lq, 1), BLOCK_N
+    BLOCK_Q, KV_BLOCK = BLOCK_SIZE
+    KV_BLOCK = min(KV_BLOCK, max(next_power_of_2(max(Lkv, 1)), 128, BLOCK_N))
+    return max(min(BLOCK_Q, Lq), 1), KV_BLOCK

@@ -26,7 +26,9 @@ MAY_IMPORT = {
     "backends.reference": "evaluate problem trace",
     "backends.triton": "codegen device_tables kernels plan problem tables trace",
     "block_codes": "tables",
-    "block_mask": "block_predicates bound_mask mask_algebra mask_arguments mods tables trace",
+    "block_counts": "tables",
+    "block_mask": "block_counts block_predicates bound_mask explanation mask_algebra "
+    "mask_arguments mods tables trace visualize",
     "block_predicates": "tables",
     "block_states": "evaluate intervals trace",
     "bound_mask": "block_mask checks mask_arguments tables trace",
@@ -35,11 +37,12 @@ MAY_IMPORT = {
     "codegen": "graph kernels mods trace",
     "compat": "api block_mask checks merging mods",
     "compilation": "",
-    "demo": "flexdecode",
+    "demo": "flexdecode tables visualize",
     "device_tables": "codegen kernels tables",
     "distributed": "api checks merging",
     "evaluate": "graph operations proxies trace",
-    "explanation": "block_mask kernels.configs mods plan problem tables",
+    "explanation": "api block_counts block_mask kernels.configs kernels.layout mods plan problem "
+    "tables undecided",
     "graph": "",
     "integrations": "",
     "integrations.transformers": "api block_mask checks merging mods",
@@ -61,6 +64,8 @@ MAY_IMPORT = {
     "softmax": "",
     "tables": "block_states device_tables trace",
     "trace": "closures graph mods operations proxies",
+    "undecided": "block_states graph intervals trace",
+    "visualize": "tables",
 }
 
 

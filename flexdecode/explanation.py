@@ -1,0 +1,477 @@
+"""`explain`: what one call of `attention` reads, who reads it, and how long that must take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from flexdecode.api import AuxRequest, prepare
+from flexdecode.block_counts import BlockCounts, count_blocks, valid_keys
+from flexdecode.block_mask import BlockMask
+from flexdecode.kernels.configs import MIN_SHARE, DecodeConfig, Device, ceil_div
+from flexdecode.kernels.layout import Layout, kernel_block_size
+from flexdecode.plan import Lists, balanced_items, choose_plan, device_of
+from flexdecode.problem import Problem, Request
+from flexdecode.tables import FULL, PARTIAL, Extent, table_states
+from flexdecode.undecided import IntervalReport, report_intervals
+
+if TYPE_CHECKING:
+    from flexdecode.mods import ScoreMod
+
+__all__ = ["Explanation", "Target", "Traffic", "Work", "explain"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """The device that a plan is for.
+
+    Attributes
+    ----------
+    name : str
+    device : Device
+    peak : float or None
+        Memory bandwidth by its data sheet, bytes/s, where known.
+    assumed : bool
+        Neither asked for nor here: stands in for the missing GPU.
+    """
+
+    name: str
+    device: Device
+    peak: float | None = None
+    assumed: bool = False
+
+
+_KNOWN = {
+    "A100": Target("A100", Device(108, 166912), 2.039e12),
+    "H100": Target("H100", Device(132, 232448, pdl=True), 3.35e12),
+    "H200": Target("H200", Device(132, 232448, pdl=True), 4.8e12),
+    "B200": Target("B200", Device(148, 232448, pdl=True), 8.0e12),
+    "MI300X": Target("MI300X", Device(304, 65536), 5.3e12),
+}
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes between memory and chip.
+
+    Attributes
+    ----------
+    keys_values : int
+        Valid keys of active blocks, and their values, once for each key head that reads them.
+    bias : int
+        Entries for those keys.
+    captures : int
+        Captured tensors of the rules, each whole; a rule may read less.
+    q_out : int
+        Queries and outputs.
+    partials : int
+        What splits leave and the reduction reads. Not a must: other splits need other bytes.
+    """
+
+    keys_values: int
+    bias: int
+    captures: int
+    q_out: int
+    partials: int
+
+    @property
+    def must_move(self) -> int:
+        """All but the partial results."""
+        return self.keys_values + self.bias + self.captures + self.q_out
+
+
+@dataclass(frozen=True)
+class Work:
+    """Who works on what.
+
+    Attributes
+    ----------
+    config : DecodeConfig
+        Tiles, splits, warps and stages.
+    programs : int
+        Programs of the launch.
+    busy : int
+        Those that have a block to work on.
+    busiest, mean : float, blocks
+        Work of the busiest program, and of the mean one among the busy.
+    """
+
+    config: DecodeConfig
+    programs: int
+    busy: int
+    busiest: float
+    mean: float
+
+    @property
+    def balanced(self) -> bool:
+        """True where shares are balanced over lists of unequal length."""
+        return self.config.plan_rows > 0
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What one call of `attention` does; made by `explain`, printed by ``print``.
+
+    Attributes
+    ----------
+    q_shape, k_shape, v_shape : tuple of int
+        After heads or sequences that were only repeated have been taken out of k and v.
+    dtype : torch.dtype
+    target : Target
+    blocks : BlockCounts
+        Without a mask, blocks are the steps of the kernel's loop.
+    work : Work
+    traffic : Traffic
+    intervals : IntervalReport or None
+        None without a rule, or where its blocks are too many.
+    bandwidth : float or None
+        Bytes/s.
+    """
+
+    q_shape: tuple[int, ...]
+    k_shape: tuple[int, ...]
+    v_shape: tuple[int, ...]
+    dtype: torch.dtype
+    target: Target
+    blocks: BlockCounts
+    work: Work
+    traffic: Traffic
+    intervals: IntervalReport | None
+    bandwidth: float | None
+
+    @property
+    def roofline_us(self) -> float | None:
+        """Microseconds that moving the bytes takes at least; None without a bandwidth."""
+        return None if self.bandwidth is None else self.traffic.must_move / self.bandwidth * 1e6
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:<11}{line}".rstrip() for name, line in self._lines())
+
+    def _lines(self) -> Iterator[tuple[str, str]]:
+        q, k, v = (list(shape) for shape in (self.q_shape, self.k_shape, self.v_shape))
+        yield "call", f"q {q}, k {k}, v {v}, {str(self.dtype).removeprefix('torch.')}"
+        yield "device", self._device()
+        first, *rest = str(self.blocks).splitlines()
+        yield "blocks", first
+        yield from (("", line) for line in rest)
+        yield from _interval_lines(self.intervals)
+        work, config = self.work, self.work.config
+        splits = "1 split" if config.num_splits == 1 else f"{config.num_splits} splits"
+        yield (
+            "plan",
+            f"{'balanced shares' if work.balanced else splits} of each list, "
+            f"tiles of {config.BLOCK_M} rows ({config.TG} heads x {config.TQ} queries) and "
+            f"{config.BLOCK_N} keys, {config.num_warps} warps, {config.num_stages} stages",
+        )
+        yield (
+            "programs",
+            f"{work.programs}, {work.busy} with work; busiest {work.busiest:.1f} blocks, "
+            f"mean {work.mean:.1f}",
+        )
+        traffic = self.traffic
+        yield "bytes", f"{traffic.must_move:>15,} must move"
+        for name, count in (
+            ("K and V of active blocks", traffic.keys_values),
+            ("bias", traffic.bias),
+            ("captured tensors", traffic.captures),
+            ("q and out", traffic.q_out),
+        ):
+            if count:
+                yield "", f"{count:>15,}   {name}"
+        if traffic.partials:
+            yield "", f"{traffic.partials:>15,} partial results besides, written and read"
+        if self.bandwidth is not None and self.roofline_us is not None:
+            yield "roofline", f"{self.roofline_us:.1f} us at {self.bandwidth / 1e12:.2f} TB/s"
+
+    def _device(self) -> str:
+        target = self.target
+        text = f"{target.name}: {target.device.processors} processors"
+        return text + (", assumed, since there is no GPU" if target.assumed else "")
+
+
+def _interval_lines(report: IntervalReport | None) -> Iterator[tuple[str, str]]:
+    if report is None:
+        return
+    yield "intervals", f"decide {report.decided} of {report.blocks} blocks without their elements"
+    for part in report.parts[:3]:
+        captures = f" (captures {', '.join(part.captures)})" if part.captures else ""
+        yield "", f"  {part.blocks} unknown because of {part.expression}{captures}"
+    if len(report.parts) > 3:
+        yield "", f"  and {len(report.parts) - 3} more parts"
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    kv_len: int | Tensor | None = None,
+    kv_start: Tensor | None = None,
+    q_offset: int | Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_aux: AuxRequest | None = None,
+    backend: str = "auto",
+    kernel_options: dict[str, Any] | None = None,
+    device_name: str | None = None,
+    processors: int | None = None,
+    bandwidth: float | None = None,
+) -> Explanation:
+    """Say what `attention` would do with these arguments on a GPU, without running it.
+
+    Reads lengths and tables on the host, and so waits for the device.
+
+    Parameters
+    ----------
+    q, k, v, score_mod, block_mask, scale, kv_len, kv_start, q_offset, page_table, cu_seqlens_q,\
+    bias, sinks, return_aux, backend, kernel_options
+        As `attention` takes and checks them. Whatever the backend, the plan is the triton one's.
+    device_name : str, optional
+        ``"A100"``, ``"H100"``, ``"H200"``, ``"B200"`` or ``"MI300X"``: plan for that device.
+        Default: the GPU of q, else the current one, else an H200.
+    processors : int >= 1, optional
+        Streaming multiprocessors or compute units, where not all of the device's.
+    bandwidth : float > 0, bytes/s, optional
+        For the roofline time. Default: the data sheet's of a device that was named or assumed.
+
+    Returns
+    -------
+    Explanation
+
+    Raises
+    ------
+    ValueError, TypeError
+        What `attention` would raise, or the device is unknown.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from flexdecode import create_block_mask, explain
+    >>> from flexdecode.masks import sliding_window
+    >>> q = torch.randn(1, 8, 1, 64)
+    >>> k, v = torch.randn(2, 1, 2, 4096, 64)
+    >>> mask = create_block_mask(sliding_window(1000))
+    >>> report = explain(q, k, v, block_mask=mask, device_name="H200")
+    >>> report.blocks.active.total, report.blocks.blocks
+    (16, 64)
+    """
+    target = _target(q, device_name, processors)
+    if bandwidth is not None and not bandwidth > 0:
+        raise ValueError(f"bandwidth: expected bytes/s above 0, got {bandwidth}")
+    request, _ = prepare(
+        q,
+        k,
+        v,
+        score_mod=score_mod,
+        block_mask=block_mask,
+        scale=scale,
+        kv_len=kv_len,
+        kv_start=kv_start,
+        q_offset=q_offset,
+        page_table=page_table,
+        cu_seqlens_q=cu_seqlens_q,
+        bias=bias,
+        sinks=sinks,
+        return_aux=return_aux,
+        backend=backend,
+        kernel_options=kernel_options,
+    )
+    problem, resolved = request.problem, request.resolved
+    lists = _lists(request)
+    itemsize = request.k.element_size()
+    config = choose_plan(problem, lists, itemsize, target.device, request.options)
+    size = (max(problem.Lq, 1), config.BLOCK_N) if lists is None else lists.BLOCK_SIZE
+    states = _states(request, size)
+    keys = valid_keys(_on_host(problem.kv_len_rows()), states.shape[3], size[1])
+    blocks = count_blocks(
+        states, keys, (min(size[0], problem.Lq), size[1]), problem.B, problem.Hkv, "key head"
+    )
+    work, parts = _work(problem, config, lists, states, keys)
+    report = None
+    ruled = isinstance(block_mask, BlockMask) and block_mask.source == "rule"
+    if ruled and resolved is not None and resolved.mask is not None:
+        report = report_intervals(resolved.mask, _extent(problem, size))
+    return Explanation(
+        q_shape=tuple(q.shape),
+        k_shape=tuple(request.k.shape),
+        v_shape=tuple(request.v.shape),
+        dtype=q.dtype,
+        target=target,
+        blocks=blocks,
+        work=work,
+        traffic=_traffic(request, states, keys, blocks, parts),
+        intervals=report,
+        bandwidth=target.peak if bandwidth is None else float(bandwidth),
+    )
+
+
+def _target(q: Tensor, device_name: str | None, processors: int | None) -> Target:
+    if device_name is not None:
+        if device_name not in _KNOWN:
+            raise ValueError(
+                f"device_name: expected one of {', '.join(_KNOWN)}, got {device_name!r}"
+            )
+        target = _KNOWN[device_name]
+    elif torch.cuda.is_available():
+        here = isinstance(q, Tensor) and q.is_cuda
+        place = q.device if here else torch.device("cuda", torch.cuda.current_device())
+        target = Target(torch.cuda.get_device_name(place), device_of(place))
+    else:
+        known = _KNOWN["H200"]
+        target = Target(known.name, known.device, known.peak, assumed=True)
+    if processors is None:
+        return target
+    if isinstance(processors, bool) or not isinstance(processors, int) or processors < 1:
+        raise ValueError(f"processors: expected an int of at least 1, got {processors!r}")
+    device = Device(processors, target.device.shared_memory, target.device.pdl)
+    return Target(target.name, device, target.peak, target.assumed)
+
+
+def _on_host(value: Tensor) -> Tensor:
+    return value.detach().cpu().long()
+
+
+def _lists(request: Request) -> Lists | None:
+    """Shape of the lists as the triton backend lays them out."""
+    if request.resolved is None:
+        return None
+    tables, problem = request.resolved.tables, request.problem
+    B, heads, nQ = tables.kv_num_blocks.shape
+    if heads not in (1, problem.Hkv):
+        columns = 2 * ceil_div(problem.Lkv, tables.BLOCK_SIZE[1])
+        return Lists(B, problem.Hkv, nQ, columns, tables.BLOCK_SIZE)
+    found = None
+    if tables.full_kv_indices is not None:
+        found = tables.kv_indices.shape[3] + tables.full_kv_indices.shape[3]
+    return Lists(B, heads, nQ, found, tables.BLOCK_SIZE)
+
+
+def _states(request: Request, BLOCK_SIZE: tuple[int, int]) -> Tensor:
+    """State of each block for each key head, as listed: [B or 1, Hkv or 1, nQ, columns], uint8."""
+    problem = request.problem
+    columns = ceil_div(problem.Lkv, BLOCK_SIZE[1])
+    if request.resolved is None:
+        rows = ceil_div(problem.Lq, BLOCK_SIZE[0])
+        return torch.full((1, 1, rows, columns), FULL, dtype=torch.uint8)
+    states = table_states(request.resolved.tables).cpu()
+    states = pad(states, (0, max(columns - states.shape[3], 0)))
+    if states.shape[1] in (1, problem.Hkv):
+        return states
+    group = states.view(states.shape[0], problem.Hkv, -1, *states.shape[2:])
+    return group.amax(2).clamp(max=PARTIAL) + (group.amin(2) == FULL)
+
+
+def _extent(problem: Problem, BLOCK_SIZE: tuple[int, int]) -> Extent:
+    return Extent(
+        problem.B,
+        problem.Hq,
+        problem.Lq,
+        problem.Lkv,
+        problem.kv_len,
+        problem.offset,
+        BLOCK_SIZE,
+        problem.device,
+    )
+
+
+def _work(
+    problem: Problem, config: DecodeConfig, lists: Lists | None, states: Tensor, keys: Tensor
+) -> tuple[Work, int]:
+    """Who works on what, and how many partial results of a row that makes."""
+    BLOCK_SIZE = None if lists is None else lists.BLOCK_SIZE
+    BLOCK_Q, KV_BLOCK = kernel_block_size(BLOCK_SIZE, problem.Lq, problem.Lkv, config.BLOCK_N)
+    heads = problem.Hkv if lists is not None and lists.heads > 1 else 1
+    layout = Layout.of(
+        B=problem.B,
+        Hkv=problem.Hkv,
+        G=problem.G,
+        Lq=problem.Lq,
+        heads=heads,
+        BLOCK_Q=BLOCK_Q,
+        config=config,
+    )
+    steps = ceil_div(KV_BLOCK, config.BLOCK_N)
+    listed = states > 0
+    if lists is None:
+        listed = listed & (keys > 0)[:, None, None, :]
+    units = (listed.sum(-1) * steps).expand(problem.B, heads, layout.nQ).reshape(-1)
+    if config.plan_rows:
+        items = balanced_items(units, layout.inner, config.processors)
+    else:
+        items = torch.full_like(units, config.num_splits)
+    share = (-(-units // items)).clamp(min=MIN_SHARE)
+    working = -(-units // share)
+    queries = _queries(problem, layout.nQ, BLOCK_Q).repeat(problem.B * heads)
+    tiles = -(-queries // config.TQ) * (problem.Hkv // heads * ceil_div(problem.G, config.TG))
+    busy = int((working * tiles).sum())
+    mean = float((units * tiles).sum()) / (busy * steps) if busy else 0.0
+    busiest = float(torch.minimum(share, units).max()) / steps if busy else 0.0
+    rows = queries * (problem.Hkv // heads * problem.G)
+    parts = int((working * rows)[working > 1].sum())
+    return Work(config, layout.programs, busy, busiest, mean), parts
+
+
+def _traffic(
+    request: Request, states: Tensor, keys: Tensor, blocks: BlockCounts, parts: int
+) -> Traffic:
+    problem, q, k, v = request.problem, request.q, request.k, request.v
+    read = (states > 0) * keys[:, None, None, :]  # [B or 1, Hkv or 1, nQ, columns], keys
+    read = read.expand(problem.B, -1, -1, -1) if problem.Bkv > 1 else read
+    slots = read.amax(2) if read.shape[2] else read.sum(2)
+    if problem.Bkv == 1 and slots.shape[0]:
+        slots = slots.amax(0, keepdim=True)  # sequences share the slots
+    slots = slots.expand(-1, problem.Hkv, -1)
+    a_slot = problem.D * k.element_size() + problem.Dv * v.element_size()
+    q_out = problem.B * problem.Hq * problem.Lq * (problem.D + problem.Dv) * q.element_size()
+    captured = list(request.score.captures) if request.score is not None else []
+    mask = None if request.resolved is None else request.resolved.mask
+    if mask is not None and blocks.partial.total:
+        captured += mask.captures
+    if not blocks.active.total:
+        captured = []
+    whole = {(x.data_ptr(), x.shape): x.numel() * x.element_size() for x in captured}
+    return Traffic(
+        keys_values=int(slots.sum()) * a_slot,
+        bias=_bias_bytes(request, states, keys, blocks.BLOCK_SIZE[0]),
+        captures=sum(whole.values()),
+        q_out=q_out,
+        partials=parts * (problem.Dv + 2) * 4 * 2,
+    )
+
+
+def _bias_bytes(request: Request, states: Tensor, keys: Tensor, BLOCK_Q: int) -> int:
+    """Bytes of the entries for the keys of active blocks; what is broadcast counts once."""
+    bias, problem = request.bias, request.problem
+    if bias is None or bias.numel() == 0:
+        return 0
+    by_sequence, by_head, by_row, by_key = (
+        size > 1 and stride != 0 for size, stride in zip(bias.shape, bias.stride(), strict=True)
+    )
+    read = (states > 0) * (keys if by_key else keys.clamp(max=1))[:, None, None, :]
+    read = read.expand(problem.B, problem.Hkv, -1, -1)
+    if not by_key:
+        read = read.amax(3, keepdim=True)
+    if not by_sequence:
+        read = read.amax(0, keepdim=True)
+    if not by_head:
+        read = read.amax(1, keepdim=True)
+    if by_row:
+        read = read * _queries(problem, states.shape[2], BLOCK_Q)[:, None]
+    else:
+        read = read.amax(2)
+    return int(read.sum()) * (problem.G if by_head else 1) * bias.element_size()
+
+
+def _queries(problem: Problem, nQ: int, BLOCK_Q: int) -> Tensor:
+    """Queries of each row of blocks: the last may have fewer."""
+    return (problem.Lq - torch.arange(nQ) * BLOCK_Q).clamp(0, BLOCK_Q)
