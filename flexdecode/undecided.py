@@ -117,14 +117,19 @@ def _blame(node: Node, where: Tensor, truths: dict[Node, Truth], found: dict[Nod
 def _expression(node: Node, mask: Traced) -> str:
     """One line of source for a node: captures by name, numbers by value, casts left out."""
     names: dict[Node, str] = {}
+    joined: set[Node] = set()  # what needs brackets inside another operator
     for inner in walk(node):
         if inner.op == "param":
             names[inner] = str(mask.params[inner.attr])
         elif inner.op == "cast":
             names[inner] = names[inner.args[0]]
+            joined |= {inner} if inner.args[0] in joined else set()
         else:
-            text = re.sub(r"#\d+", "", _text(inner, names, mask.graph.captures))
-            names[inner] = f"({text})" if inner.op in INFIX and inner is not node else text
+            given = names
+            if inner.op in INFIX:
+                given = {x: f"({names[x]})" if x in joined else names[x] for x in inner.args}
+                joined.add(inner)
+            names[inner] = re.sub(r"#\d+", "", _text(inner, given, mask.graph.captures))
     text = names[node]
     return text if len(text) <= _WIDEST else text[: _WIDEST - 3] + "..."
 
