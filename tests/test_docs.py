@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import importlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +76,25 @@ def test_first_block_of_the_readme_has_three_lines_after_the_imports() -> None:
     first = next(b for b in blocks((ROOT / "README.md").read_text()) if b.language == "python")
     lines = [line for line in first.code.splitlines() if line.strip()]
     assert len([line for line in lines if not line.startswith(("import ", "from "))]) <= 3
+
+
+@pytest.mark.parametrize(
+    ("page", "module"),
+    [
+        ("api.md", "flexdecode"),
+        ("api.md", "flexdecode.compat"),
+        ("api.md", "flexdecode.integrations.transformers"),
+        ("masks.md", "flexdecode.masks"),
+    ],
+)
+def test_every_public_name_is_on_its_page(page: str, module: str) -> None:
+    if "transformers" in module:
+        pytest.importorskip("transformers")
+    names = importlib.import_module(module).__all__
+    tables = re.findall(r"^\|.*", (ROOT / "docs" / page).read_text(), re.MULTILINE)
+    # create_ancestors makes an argument, and stands below the table of masks.
+    listed = set(re.findall(r"\w+", " ".join(tables))) | {"create_ancestors"}
+    assert not set(names) - listed
 
 
 def test_blocks_are_found_and_failures_shown() -> None:
