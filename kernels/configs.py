@@ -24,7 +24,6 @@ MIN_UNITS = 4  # steps of the loop that are worth an item of their own
 PLAN_ROWS = (128, 1024)  # sizes that the balanced plan is compiled for
 PLAN_KEYS = 8192  # shorter rows are not worth a plan of ragged lengths
 PLAN_LISTED_KEYS = 65536  # and listed blocks among fewer keys none of ragged lists
-WIDE_UNITS = 32  # steps from which a program may take larger ones
 WHOLE_KEYS = 512  # rows up to which a reduction costs more than a split saves
 MIN_SHARE = 2  # steps of the loop that are worth a split of their own
 REDUCE_ELEMENTS = 8192  # float32 partials that a program of the reduction holds at once
@@ -225,11 +224,10 @@ def choose_config(
     programs = B * Hkv * ceil_div(G, TG) * ceil_div(Lq, rows) * ceil_div(rows, TQ)
     units = max(ceil_div(keys, loop.BLOCK_N), 1)
     num_splits = _choose_splits(programs, units, keys, device, options)
-    long = units >= WIDE_UNITS and _one_wave(programs, num_splits, device)
     wide = _unit(128, KV_BLOCK)
-    if loop.widens and wide > loop.BLOCK_N and (plan_rows or long):
-        # Long shares in few programs: fewer, larger steps keep more bytes in flight.
-        loop = replace(loop, BLOCK_N=wide)
+    if loop.widens and wide > loop.BLOCK_N and plan_rows and not ragged:
+        # Scattered blocks: a block is one step, and its number is fetched once.
+        loop = replace(loop, BLOCK_N=wide, num_stages=3)
     # Two sizes only: each is a kernel of its own, and absent splits cost no memory traffic.
     reduce_splits = 16 if num_splits <= 16 else 64
     return DecodeConfig(
@@ -301,7 +299,8 @@ def _choose_loop(
     small = not exact and D + Dv <= 128
     keys = 32 if exact or D + Dv > 384 else 128 if small else 64
     BLOCK_N = options.get("BLOCK_N", _unit(keys, KV_BLOCK))
-    num_stages = options.get("num_stages", 4 if small else 3)
+    deep = not exact and D + Dv <= 256 and split_dim(D)[1] == split_dim(Dv)[1] == 0
+    num_stages = options.get("num_stages", 4 if deep else 3)
     free = not exact and D + Dv <= 256 and BLOCK_M <= 64
     free = free and not {"BLOCK_N", "num_stages"} & options.keys()
     while True:
@@ -311,7 +310,10 @@ def _choose_loop(
         stages_left = num_stages > 1 and "num_stages" not in options
         keys_left = BLOCK_N > MIN_TILE and "BLOCK_N" not in options
         if needed <= device.shared_memory or not (stages_left or keys_left):
-            widens = free and num_stages == 3 and 2 * needed <= device.shared_memory
+            wide = shared_memory_bytes(
+                BLOCK_M=BLOCK_M, BLOCK_N=128, num_stages=3, D=D, Dv=Dv, itemsize=itemsize
+            )
+            widens = free and BLOCK_N == 64 and wide <= device.shared_memory
             return _Loop(BLOCK_N, num_warps, num_stages, needed, widens)
         if stages_left and (num_stages > 2 or not keys_left):
             num_stages -= 1
@@ -327,11 +329,6 @@ def _unit(most: int, KV_BLOCK: int | None) -> int:
     if divisor >= MIN_TILE:
         return min(most, divisor)
     return min(most, next_power_of_2(max(KV_BLOCK, MIN_TILE)))  # leaves some lanes idle
-
-
-def _one_wave(programs: int, num_splits: int, device: Device) -> bool:
-    """True where every processor gets one program at the most, and that a whole row."""
-    return num_splits == 1 and programs <= device.processors
 
 
 def _choose_plan(lists: int, least: int, keys: int, options: Mapping[str, int]) -> int:
