@@ -35,11 +35,10 @@ def membership(
     rows, columns = tables.BLOCK_SIZE
     shared_batch, shared_heads = states.shape[0] == 1, states.shape[1] == 1
     by_batch = isinstance(q_offset, Tensor) and q_offset.numel() > 1
+    shared = q_offset.reshape(()) if isinstance(q_offset, Tensor) and not by_batch else q_offset
 
     def listed(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        offset = q_offset
-        if isinstance(q_offset, Tensor):
-            offset = q_offset[b] if by_batch else q_offset.reshape(1)[0]
+        offset = q_offset[b] if by_batch else shared  # type: ignore[index]
         row = (q_idx - offset) // rows
         batch = 0 if shared_batch else b
         head = 0 if shared_heads else h // heads_per_list

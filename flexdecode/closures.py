@@ -12,6 +12,7 @@ import enum
 import functools
 import math
 import operator
+import sys
 from collections.abc import Callable, Hashable, Iterator
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
@@ -162,6 +163,8 @@ class Snapshot:
                 stack += [cell.cell_contents for cell in full]
                 found = value.__globals__
                 loaded = _global_names(value.__code__)
+                if loaded and not _is_of_module(found):
+                    return None  # it may hold the key, which would never be freed
                 names += [(found, name, found.get(name)) for name in loaded]
                 stack += [found[name] for name in loaded if name in found]
         return cls(fn.__code__, cells, names, defaults, tensors)
@@ -264,6 +267,11 @@ def _is_full(cell: Any) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _is_of_module(names: dict[str, Any]) -> bool:
+    module = sys.modules.get(names.get("__name__", ""))
+    return module is not None and vars(module) is names
 
 
 def _has_attributes(fn: FunctionType) -> bool:

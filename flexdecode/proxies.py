@@ -415,10 +415,16 @@ def _fixed(node: Node) -> Callable[[list[Node]], Node]:
 def _sliced(
     tracer: Tracer, entry: slice, size: Number
 ) -> tuple[Number, Callable[[list[Node]], Node]]:
-    if entry == slice(None):
+    if entry.start is None and entry.stop is None and entry.step is None:
         return size, lambda rest: rest.pop(0)
-    start, stop, step = entry.indices(int(size))
-    count = tracer.const(len(range(start, stop, step)))
+    start: Any
+    count: Any
+    step = 1 if entry.step is None else operator.index(entry.step)
+    if step == 1:
+        start, count = _run(tracer, entry, size)
+    else:
+        start, stop, step = entry.indices(int(size))
+        count = tracer.const(len(range(start, stop, step)))
 
     def maker(rest: list[Node]) -> Node:
         from flexdecode.operations import binary, where
@@ -427,7 +433,34 @@ def _sliced(
         index = where(binary("lt", index, 0), binary("add", index, count), index)
         return binary("add", binary("mul", index, step), start).node  # type: ignore[no-any-return]
 
-    return count, maker  # type: ignore[return-value]
+    return count, maker
+
+
+def _run(tracer: Tracer, entry: slice, size: Number) -> tuple[Any, Any]:
+    """First index and length of a slice with a step of 1, whatever `size` is."""
+    from flexdecode.operations import binary, where
+
+    def bound(end: Any) -> Any:
+        if type(end) is not Number:
+            end = tracer.const(operator.index(end))
+        if end.node.op == "const":
+            end = end.value
+        if type(end) is not Number and end >= 0:
+            return binary("minimum", size, end)
+        wrapped = binary("maximum", binary("add", size, end), 0)
+        if type(end) is not Number:
+            return wrapped
+        if end.node.dtype != "int64":
+            raise fail(TypeError, "slices in a mod take integers")
+        kept = binary("minimum", size, end)
+        node = where(binary("lt", end, 0), wrapped, kept).node
+        return Number(tracer, node, wrapped.value if end.value < 0 else kept.value)
+
+    stop = size if entry.stop is None else bound(entry.stop)
+    if entry.start is None:
+        return 0, stop
+    start = bound(entry.start)
+    return start, binary("maximum", binary("sub", stop, start), 0)
 
 
 def _index_node(tracer: Tracer, entry: Any) -> Node:

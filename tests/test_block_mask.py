@@ -13,6 +13,7 @@ from torch.nn.attention import flex_attention as torch_flex
 sys.path.insert(0, str(Path(__file__).parent))
 from mask_oracle import dense_mask
 
+from flexdecode.api import attention
 from flexdecode.block_mask import BlockMask, ResolvedMask, create_block_mask
 from flexdecode.evaluate import evaluate
 from flexdecode.mods import mask_mod
@@ -678,3 +679,13 @@ def test_to_moves_the_tables():
     assert there.kv_indices.device.type == "meta" and there.q_offset.device.type == "meta"
     with pytest.raises(ValueError, match="expected tables on cpu"):
         there.resolve(problem(4, 300), False)
+
+
+def test_tables_and_a_function_at_the_length_of_one_sequence():
+    """A length that is a tensor of one element, also where it makes the tables' positions."""
+    one = torch.ones(1, 1, 1, dtype=torch.int32)
+    mask = BlockMask.from_kv_blocks(one, one[..., None], BLOCK_SIZE=(1, 8), mask_mod=causal)
+    q, k, v = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 24, 8), torch.randn(1, 2, 24, 8)
+    even = mask & (lambda b, h, q_idx, kv_idx: kv_idx % 2 == 0)
+    out = attention(q, k, v, block_mask=even, kv_len=torch.tensor([13]))
+    torch.testing.assert_close(out, attention(q, k[:, :, 8:13:2], v[:, :, 8:13:2]))

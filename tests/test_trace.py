@@ -2,11 +2,13 @@
 
 import enum
 import functools
+import gc
 import math
 import statistics
 import sys
 import time
 import types
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -354,9 +356,6 @@ def test_replaced_cells_and_tensors_are_seen_at_once():
 
 
 def test_traces_do_not_keep_mods_alive():
-    import gc
-    import weakref
-
     def make():
         table = torch.arange(12)
         return (lambda b, h, q, k: table[k] > q), weakref.ref(table)
@@ -497,3 +496,31 @@ def test_members_of_number_enums_are_numbers():
 def test_arguments_that_are_not_taken_are_explained(mod, message):
     with pytest.raises((TypeError, IndexError), match=message):
         trace(mod, "mask")
+
+
+def test_slices_fit_tensors_of_any_length_in_one_graph():
+    def mod(table, size):
+        return lambda b, h, q_idx, kv_idx: (
+            (table[2:][kv_idx] > 0) ^ (table[:-2][kv_idx] > 0) ^ (table[-size:][-kv_idx] > 0)
+        )
+
+    keys = set()
+    for length, size in ((5, 2), (9, 4), (3, 8)):
+        table = torch.randn(length)
+        last = table[-size:]
+        at = torch.arange(min(length - 2, len(last)))
+        expected = (table[2:][at] > 0) ^ (table[:-2][at] > 0) ^ (last[-at] > 0)
+        traced = trace(mod(table, size), "mask")
+        keys.add(traced.graph.key)
+        assert torch.equal(evaluate(traced, 0, 0, 0, at), expected)
+    assert len(keys) == 1
+
+
+def test_functions_of_namespaces_that_are_dropped_are_freed():
+    names = {"table": torch.arange(12), "offset": 1}
+    exec("def mod(b, h, q_idx, kv_idx): return table[kv_idx] > offset", names)
+    trace(names["mod"], "mask")
+    alive = weakref.ref(names["mod"])
+    del names
+    gc.collect()
+    assert alive() is None
