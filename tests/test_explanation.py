@@ -152,6 +152,46 @@ def test_balanced_items_are_those_of_the_kernels(seed):
     assert balanced_items(units, 3, 24).tolist() == planned_items(units, 3, 24)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "block_size", "kv_len"),
+    [
+        ({"B": 3, "Lkv": 700}, None, [700, 3, 0]),
+        ({"B": 3, "Lq": 3}, 128, [1000, 1, 640]),
+        ({"Hq": 8, "Lq": 20}, (8, 64), None),
+        ({"B": 2, "Lkv": 100, "D": 40}, 256, None),
+    ],
+)
+def test_the_plan_is_the_one_that_the_backend_makes(sizes, block_size, kv_len, monkeypatch):
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("runs in the interpreter")
+    from flexdecode import explanation
+    from flexdecode.backends import triton as backend
+
+    made = []
+    run = backend.decode
+
+    def decode(call, config):
+        made.append(run(call, config))
+        return made[-1]
+
+    small = explanation.Target("interpreter", configs.INTERPRETED)
+    monkeypatch.setitem(explanation._KNOWN, "interpreter", small)
+    monkeypatch.setattr(backend, "decode", decode)
+    monkeypatch.setattr(backend, "_plans", {})
+    q, k, v = inputs(**sizes)
+    call = {} if kv_len is None else {"kv_len": torch.tensor(kv_len)}
+    if block_size is not None:
+        heads = torch.arange(q.shape[1]) % 2
+        rule = per_head(heads, causal, causal & sliding_window(90))
+        call["block_mask"] = create_block_mask(rule, BLOCK_SIZE=block_size)
+    attention(q, k, v, backend="triton", **call)
+    report = explain(q, k, v, device_name="interpreter", **call)
+    (plan,) = made
+    assert report.work.config == plan.config
+    assert report.work.programs == plan.layout.programs >= report.work.busy
+
+
 def test_roofline_follows_the_bandwidth():
     q, k, v = inputs()
     report = explain(q, k, v, bandwidth=1e9)
@@ -184,6 +224,17 @@ def test_positions_and_sorted_documents_are_decided():
         given.kv_num_blocks, given.kv_indices, BLOCK_SIZE=128, seq_lengths=(1, 1000)
     )
     assert explain(*inputs(), block_mask=copied).intervals is None  # nobody knows the rule
+
+
+def test_masks_of_torch_are_explained():
+    from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
+
+    def rule(b, h, q_idx, kv_idx):
+        return kv_idx <= q_idx
+
+    mask = torch_block_mask(rule, None, None, 300, 300, device="cpu")
+    report = explain(*inputs(Lq=300, Lkv=300), block_mask=mask)
+    assert report.blocks.active.total == 2 * 6
 
 
 def test_text_is_an_aligned_table():
