@@ -9,6 +9,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+TRITON ?= 3.6.0
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet --quiet install
 STAMPS := $(VENV)/stamps
@@ -48,7 +49,7 @@ $(STAMPS)/torch:
 	else \
 		$(PYTHON) -m venv $(VENV) && \
 		$(PIP) torch==2.13.0 && \
-		$(PIP) "triton==3.6.0; platform_system == 'Linux'"; \
+		$(PIP) "triton==$(TRITON); platform_system == 'Linux'"; \
 	fi
 	mkdir -p $(STAMPS) && touch $@
 
