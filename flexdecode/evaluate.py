@@ -56,15 +56,15 @@ def evaluate(
         if node.op == "input":
             value = inputs[node.attr]
             if not isinstance(value, Tensor):
-                value = torch.tensor(value, dtype=torch.int64)
+                value = torch.tensor(value, dtype=torch.int64, device="cpu")
             values[node] = value.to(dtype)
         elif node.op == "const":
-            values[node] = torch.tensor(node.attr, dtype=dtype)
+            values[node] = torch.tensor(node.attr, dtype=dtype, device="cpu")
         elif node.op == "param":
-            values[node] = torch.tensor(traced.params[node.attr], dtype=dtype)
+            values[node] = torch.tensor(traced.params[node.attr], dtype=dtype, device="cpu")
         elif node.op == "size":
             slot, dim = node.attr
-            values[node] = torch.tensor(traced.captures[slot].shape[dim])
+            values[node] = torch.tensor(traced.captures[slot].shape[dim], device="cpu")
         elif node.op == "load":
             values[node] = _load(traced.captures[node.attr], args).to(dtype)
         elif node.op == "cast":
@@ -93,7 +93,7 @@ def _load(tensor: Tensor, indices: list[Tensor]) -> Tensor:
     safe = []
     for index, size in zip(indices, tensor.shape, strict=True):
         if size == 0:
-            shape = sum(indices, torch.zeros((), dtype=torch.int64)).shape
+            shape = sum(indices, torch.zeros((), dtype=torch.int64, device="cpu")).shape
             return torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
         wrapped = torch.where(index < 0, index + size, index)
         clamped = wrapped.clamp(0, size - 1)
@@ -155,4 +155,4 @@ def _nonzero(divisor: Tensor) -> Tensor:
     """
     if divisor.is_floating_point():
         return divisor
-    return torch.where(divisor == 0, torch.ones((), dtype=divisor.dtype), divisor)
+    return torch.where(divisor == 0, torch.ones((), dtype=divisor.dtype, device="cpu"), divisor)

@@ -524,3 +524,16 @@ def test_functions_of_namespaces_that_are_dropped_are_freed():
     del names
     gc.collect()
     assert alive() is None
+
+
+def test_evaluation_under_another_default_device():
+    table = torch.arange(12)
+
+    def mod(b, h, q_idx, kv_idx):
+        return kv_idx // 3 < table[kv_idx] % q_idx
+
+    expected = dense(mod)
+    q_idx, kv_idx = torch.arange(12)[:, None], torch.arange(12)[None, :]
+    with torch.device("meta"):
+        got = evaluate(trace(mod, "mask"), 0, 0, q_idx, kv_idx)
+    assert torch.equal(got, expected)
