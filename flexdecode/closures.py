@@ -52,15 +52,18 @@ class Binding:
     numbers : list of int or float
     tensors : list of Tensor
         In the order of the walk, repeats included.
+    asks_type : bool
+        A function calls ``type``, which tells stand-ins from numbers.
     """
 
-    __slots__ = ("_functions", "_slots", "key", "numbers", "tensors")
+    __slots__ = ("_functions", "_slots", "asks_type", "key", "numbers", "tensors")
 
     def __init__(self, mod: Any) -> None:
         self.numbers: list[int | float] = []
         self.tensors: list[Tensor] = []
         self._functions: dict[int, int] = {}
         self._slots: dict[int, int] = {}
+        self.asks_type = False
         try:
             self.key: Hashable | None = self._visit(mod)
         except _Unkeyable:
@@ -100,6 +103,7 @@ class Binding:
             return ("again", seen)
         if _has_attributes(fn) or _imports(fn.__code__):
             raise _Unkeyable
+        self.asks_type |= "type" in _global_names(fn.__code__)
         self._functions[id(fn)] = len(self._functions)
         return (fn.__code__, *map(self._visit, _parts(fn)))
 

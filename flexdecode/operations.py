@@ -275,7 +275,8 @@ def _new_tensor(operand: Any, value: Any, *, dtype: Any = None, **kwargs: Any) -
     result = as_value(_tracer(operand), value)
     if result is None:
         raise fail(TypeError, "new_tensor in a mod takes one number")
-    return _cast(Value(result.tracer, result.node), dtype or result.dtype)
+    result = Value(result.tracer, result.node)
+    return _cast(result, dtype or result.dtype)
 
 
 def _logical(op: str) -> Callable[[Any, Any], Any]:

@@ -283,6 +283,14 @@ class Number(Value):
 
     __class__ = property(lambda self: type(self.value))
 
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("__") and hasattr(self.value, name):
+            return getattr(self._read(), name)
+        raise AttributeError(f"'{type(self.value).__name__}' object has no attribute '{name}'")
+
+    def __hash__(self) -> int:
+        return hash(self._read())  # for sets and dicts: the comparison is guarded as well
+
     def _read(self) -> Any:
         self.tracer.guard(self.node)
         return self.value
@@ -319,6 +327,17 @@ class Number(Value):
 
     def __repr__(self) -> str:
         return repr(self._read())
+
+
+def _hide_what_only_tensors_have() -> None:
+    def absent(self: Any) -> Any:
+        raise AttributeError
+
+    for name in ("shape", "ndim", "dtype", "device", "item", "tolist"):
+        setattr(Number, name, property(absent))
+
+
+_hide_what_only_tensors_have()
 
 
 class Array(_Operand):

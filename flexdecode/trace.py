@@ -147,9 +147,9 @@ def _trace_walked(mod: Callable[..., Any], kind: Kind) -> tuple[Traced, bool]:
         if entry.holds(binding):
             return entry.bind(binding), not entry.size_guards
     try:
-        entry = _trace(mod, kind, binding, "symbolic")
+        entry = _trace(mod, kind, binding, "baked" if binding.asks_type else "symbolic")
     except Exception:
-        if not binding.numbers:
+        if not binding.numbers or binding.asks_type:
             raise
         # Some code wants real Python numbers (isinstance, format, C functions): give it those.
         entry = _trace(mod, kind, binding, "baked")

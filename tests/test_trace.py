@@ -537,3 +537,22 @@ def test_evaluation_under_another_default_device():
     with torch.device("meta"):
         got = evaluate(trace(mod, "mask"), 0, 0, q_idx, kv_idx)
     assert torch.equal(got, expected)
+
+
+def test_numbers_are_told_from_tensors_and_found_in_sets():
+    def mod(n):
+        def rule(b, h, q_idx, kv_idx):
+            size = {2: 3}.get(n, 5)
+            if hasattr(n, "shape") or hasattr(n, "item") or n in {4}:
+                size = 7
+            if type(n) is not int:
+                size = 9
+            return kv_idx < size
+
+        return rule
+
+    def sets_alone(n):
+        return lambda b, h, q_idx, kv_idx: kv_idx < (7 if n in {4} else {2: 3}.get(n, 5))
+
+    for n, expected in ((2, 3), (3, 5), (4, 7)):
+        assert int(dense(mod(n))[0].sum()) == int(dense(sets_alone(n))[0].sum()) == expected
