@@ -42,6 +42,9 @@ _LEGAL_OPTIONS: dict[str, tuple[Any, ...]] = {
 _OPTION_NAMES = ("deterministic", "num_splits", *tuple(_LEGAL_OPTIONS)[1:])
 
 
+_BIAS_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+
+
 def _kind(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a {value.dtype} tensor of shape {list(value.shape)}"
@@ -159,10 +162,11 @@ def check_bias(bias: Any, B: int, Hq: int, Lq: int, Lkv: int, device: torch.devi
     """The bias tensor, detached."""
     if not isinstance(bias, Tensor):
         raise TypeError(f"bias: expected a Tensor, got {type(bias).__name__}")
-    if not bias.is_floating_point():
+    if bias.dtype not in _BIAS_DTYPES:
         raise TypeError(
-            f"bias: expected a floating-point tensor, got {bias.dtype}; a boolean mask is a "
-            "block_mask: create_block_mask(lambda b, h, q_idx, kv_idx: allowed[q_idx, kv_idx])"
+            f"bias: expected float16, bfloat16, float32 or float64, got {bias.dtype}; a boolean "
+            "mask is a block_mask: "
+            "create_block_mask(lambda b, h, q_idx, kv_idx: allowed[q_idx, kv_idx])"
         )
     shape = bias.shape
     if (

@@ -129,7 +129,9 @@ def is_same(first: int | Tensor, second: int | Tensor) -> bool:
         return first == second
     tensors = [x for x in (first, second) if isinstance(x, Tensor)]
     if len(tensors) == 2 and tensors[0].data_ptr() == tensors[1].data_ptr():
-        return tensors[0].dtype == tensors[1].dtype
+        alike = [(x.dtype, x.numel(), x.stride() if x.numel() > 1 else ()) for x in tensors]
+        if alike[0] == alike[1]:
+            return True
     if any(x.device.type != "cpu" for x in tensors):
         return False
     return bool((torch.as_tensor(first) == torch.as_tensor(second)).all())

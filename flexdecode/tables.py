@@ -200,8 +200,10 @@ def _ordered(listed: Tensor, compact: bool) -> tuple[Tensor, Tensor]:
         elif len(column):
             # Entry j of all lists is entry j - (start of its row) of its own.
             flat = counts.view(-1)
-            start = torch.arange(flat.numel()) * columns - (flat.cumsum(0) - flat)
-            indices.view(-1)[start[row] + torch.arange(len(row))] = column.int()
+            start = torch.arange(flat.numel(), device=flat.device) * columns - (
+                flat.cumsum(0) - flat
+            )
+            indices.view(-1)[start[row] + torch.arange(len(row), device=flat.device)] = column.int()
         return counts, indices
     # Without synchronisation: unlisted blocks sort behind the listed ones.
     numbers = torch.arange(listed.shape[-1], dtype=torch.int32, device=listed.device)

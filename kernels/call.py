@@ -46,6 +46,9 @@ class BlockTables:
     block_state : Tensor, [B or 1, Hq, nQ, nKV], uint8, optional
         For lists that are the union over a group's heads: what the block is to each query head, 0
         empty, 1 partial, 2 full. The full list holds what is full for all of them.
+    given : bool, default False
+        The lists are not the kernels' own: a full block that crosses ``kv_len`` is as good as a
+        partial one, and asks the mask.
     """
 
     kv_num_blocks: Tensor
@@ -55,6 +58,7 @@ class BlockTables:
     BLOCK_SIZE: tuple[int, int]
     exact: bool
     block_state: Tensor | None = None
+    given: bool = False
 
     def signature(self) -> tuple[object, ...]:
         """Return all that a plan depends on: sizes and kinds."""
@@ -64,6 +68,7 @@ class BlockTables:
             None if full is None else full.shape,
             self.BLOCK_SIZE,
             self.exact,
+            self.given,
             None if state is None else state.shape,
         )
 

@@ -81,6 +81,7 @@ def attend(
     SCORE_MOD: tl.constexpr,
     MASK_MOD: tl.constexpr,
     PARTIAL: tl.constexpr,
+    ASK_FULL: tl.constexpr,  # a full block that crosses kv_len is as good as a partial one
     CHECK_BOUNDS: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     D: tl.constexpr,
@@ -148,7 +149,14 @@ def attend(
                 keep = MASK_MOD(b, h, q_idx, kv_idx, lane, mask_args)
             if state_rows is not None:
                 state = tl.load(state_rows + block, mask=real[:, None], other=0)
-                keep = (keep & (state == 1)) | (state == 2)
+                sure = state == 2
+                if ASK_FULL:
+                    sure = sure & (keep | ((block + 1) * KV_BLOCK <= kv_len))
+                keep = (keep & (state == 1)) | sure
+            qk = tl.where(lane & keep, qk, float("-inf"))
+        elif ASK_FULL:
+            keep = MASK_MOD(b, h, q_idx, kv_idx, lane, mask_args)
+            keep = keep | ((block + 1) * KV_BLOCK <= kv_len)
             qk = tl.where(lane & keep, qk, float("-inf"))
         elif present is not None:
             qk = tl.where(present[None, :], qk, float("-inf"))
@@ -158,7 +166,7 @@ def attend(
         v = load_pieces(
             v_ptr + start_n.to(tl.int64) * stride_vn, v_rows, stride_vd, present, DV, DV_0, DV_1
         )
-        if PARTIAL and (MASK_MOD is not None or state_rows is not None):
+        if ASK_FULL or (PARTIAL and (MASK_MOD is not None or state_rows is not None)):
             v = drop_rows(v, seen_by_a_row(keep, real, BLOCK_N))
         acc = accumulate_pieces(acc, alpha, p, v, INPUT_PRECISION)
     return m_i, l_i, acc
@@ -241,6 +249,7 @@ def _decode_kernel(
     MASK_MOD: tl.constexpr,
     DERIVE_OFFSET: tl.constexpr,  # q_offset = kv_len - Lq
     EXACT: tl.constexpr,  # full blocks end within kv_len
+    ASK_FULL: tl.constexpr,  # those that do not are asked about like partial ones
     ONE_QUERY: tl.constexpr,  # Lq == 1
     ONE_TILE: tl.constexpr,  # nQ == 1, and one tile holds a list's queries and heads
     ROWS: tl.constexpr,  # power of two, at least rows, to balance items over rows; or 0
@@ -403,8 +412,9 @@ def _decode_kernel(
             score_args,
             mask_args,
             SCORE_MOD,
-            None,
+            MASK_MOD,
             PARTIAL=False,
+            ASK_FULL=ASK_FULL,
             CHECK_BOUNDS=not EXACT,
             INPUT_PRECISION=INPUT_PRECISION,
             D=D,
@@ -443,6 +453,7 @@ def _decode_kernel(
         SCORE_MOD,
         MASK_MOD,
         PARTIAL=True,
+        ASK_FULL=ASK_FULL,
         CHECK_BOUNDS=True,
         INPUT_PRECISION=INPUT_PRECISION,
         D=D,

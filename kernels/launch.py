@@ -132,6 +132,10 @@ def make_plan(call: DecodeCall, config: DecodeConfig) -> Plan:
             "MASK_MOD": (call.mask_mod or NO_MOD).fn,
             "DERIVE_OFFSET": call.q_offset is None,
             "EXACT": tables is None or tables.exact,
+            "ASK_FULL": tables is not None
+            and tables.given
+            and not tables.exact
+            and call.mask_mod is not None,
             "ONE_QUERY": Lq == 1,
             "ONE_TILE": layout.nQ == 1 and layout.inner * layout.heads == Hkv,
             "ROWS": config.plan_rows,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexdecode import AuxRequest, attention, create_block_mask
+from flexdecode import AuxRequest, BlockMask, attention, create_block_mask
 from flexdecode.masks import causal, documents, sliding_window
 from tests.backend_cases import BACKENDS, BOTH, Backend, check, every_backend
 from tests.helpers import assert_within, dense_attention, random_inputs
@@ -377,3 +377,30 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(run.stdout) < 100
+
+
+@every_backend
+def test_a_given_full_block_that_crosses_the_length_asks_the_rule(backend: Backend) -> None:
+    """Queries at 32 and 33 of 34 keys; the last block is listed as full and is not under causal."""
+    q, k, v = (x.to(backend.device) for x in random_inputs(2, 4, 2, 2, 34, 8))
+
+    def table(values: Any) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=backend.device)
+
+    for heads in (1, 2, 4):  # one list, one for each key head, one for each query head
+        mask = BlockMask.from_kv_blocks(
+            table([[[0]] * heads] * 2),
+            table([[[[0]]] * heads] * 2),
+            table([[[2]] * heads] * 2),
+            table([[[[0, 2]]] * heads] * 2),
+            (2, 16),
+            lambda b, h, q_idx, kv_idx: q_idx >= kv_idx,
+            (2, 34),
+        )
+        out = attention(q, k, v, block_mask=mask, backend=backend.name)
+        expected = attention(q, k, v, block_mask=mask, backend="reference")
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+        shown = dense_attention(
+            q.cpu(), k.cpu(), v.cpu(), mask=lambda b, h, i, j: (i >= j) & ((j < 16) | (j >= 32))
+        )
+        torch.testing.assert_close(expected.cpu().double(), shown.out, rtol=1e-5, atol=1e-5)

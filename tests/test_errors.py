@@ -99,7 +99,7 @@ SHAPES_AND_KINDS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"bias": zeros(B, Hq, Lq, Lkv, dtype=torch.bool)},
         TypeError,
-        "bias: expected a floating-point tensor, got torch.bool; a boolean mask is a block_mask",
+        "bias: expected float16, .* got torch.bool; a boolean mask is a block_mask",
     ),
     ({"bias": zeros(Lq, Lkv)}, ValueError, r"bias: expected shape \[2 or 1, 8 or 1, 3, 100\], got"),
     ({"bias": zeros(B, Hkv, Lq, Lkv)}, ValueError, "bias: expected shape"),

@@ -165,6 +165,7 @@ def _united(tables: Tables, problem: Problem) -> BlockTables:
         tables.BLOCK_SIZE,
         tables.exact,
         union.state,
+        given=tables.states is None,
     )
 
 
@@ -177,4 +178,5 @@ def _plain(tables: Tables) -> BlockTables:
         None if full is None else full.contiguous(),
         tables.BLOCK_SIZE,
         tables.exact,
+        given=tables.states is None,
     )
