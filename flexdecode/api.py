@@ -12,6 +12,7 @@ from torch import Tensor
 from flexdecode import checks
 from flexdecode.backends import choose_backend, load_backend
 from flexdecode.block_mask import BlockMask
+from flexdecode.mask_arguments import check_captures
 from flexdecode.problem import Problem, Request
 from flexdecode.trace import trace
 
@@ -271,6 +272,8 @@ def prepare(
     if score_mod is not None:
         checks.check_score_mod(score_mod)
         score = trace(score_mod, "score")
+        if score.captures:
+            check_captures(score, problem.device)
 
     resolved = None
     if block_mask is not None and problem.B and problem.Lq and problem.Lkv:

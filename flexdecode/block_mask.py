@@ -648,6 +648,8 @@ class BlockMask:
         if mask is not None:
             self.check_sharing(mask, problem.B, problem.Hq)
         if self.kind == "fixed":
+            if mask is not None:
+                check_captures(mask, problem.device)
             return ResolvedMask(mask, self._clipped(problem), offset, self.scattered_rows)
         assert mask is not None
         if self.kind == "sized" and self._was_built_for(problem, offset):

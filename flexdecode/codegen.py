@@ -16,12 +16,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from flexdecode.graph import COMPARISONS, INFIX, INPUTS, Graph, Node, is_float
 from flexdecode.trace import Traced, trace
 
-__all__ = ["Flavour", "lower", "print_mod", "show_code"]
+__all__ = ["Flavour", "captures_moved", "lower", "print_mod", "show_code"]
 
 Flavour = Literal["cuda", "cuda_fast", "hip", "interpret"]
 """Where hardware differs: ``cuda_fast`` takes hardware approximations, the interpreter has neither
@@ -102,6 +103,18 @@ def lower(traced: Traced, flavour: Flavour) -> tuple[Any, tuple[Any, ...]]:
     function = _function(traced.graph.key, wide, layouts, flavour, _Keyed(traced.graph))
     traced.lowered[flavour] = views, (function, tuple(args))
     return function, tuple(args)
+
+
+def captures_moved(traced: Traced, device: torch.device) -> Traced:
+    """Return `traced` with captured numbers of the CPU (0-dim tensors) copied to `device`.
+
+    torch mixes such tensors with those of a GPU too. The copy is made in every call, so that the
+    value stays live; a tensor on `device` costs nothing.
+    """
+    if all(tensor.device == device for tensor in traced.captures):
+        return traced
+    moved = tuple([tensor.to(device) for tensor in traced.captures])
+    return Traced(traced.graph, traced.params, moved)
 
 
 def print_mod(traced: Traced, flavour: Flavour = "cuda") -> str:

@@ -97,7 +97,7 @@ def unite_heads(tables: Tables, Hkv: int) -> TableBuffers:
 
 
 def _launch(mask: Traced, extent: Extent, buffers: object) -> None:
-    from flexdecode.codegen import Flavour, lower
+    from flexdecode.codegen import Flavour, captures_moved, lower
     from flexdecode.kernels.call import Mod
     from flexdecode.kernels.tables import TableBuffers, launch_tables
 
@@ -106,7 +106,7 @@ def _launch(mask: Traced, extent: Extent, buffers: object) -> None:
     flavour: Flavour = "interpret" if not on_gpu else "hip" if torch.version.hip else "cuda"
     with torch.cuda.device(extent.device) if on_gpu else contextlib.nullcontext():
         launch_tables(
-            Mod(*lower(mask, flavour)),
+            Mod(*lower(captures_moved(mask, extent.device), flavour)),
             buffers,
             kv_len=extent.kv_len,
             q_offset=extent.q_offset,

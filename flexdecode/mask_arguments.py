@@ -98,14 +98,17 @@ def position(
 
 
 def find_device(device: Any, values: tuple[Any, ...]) -> torch.device:
-    """The device asked for, else that of the first tensor among `values`, else the default."""
+    """The device asked for, else that of the first tensor among `values`, else the default.
+
+    A number on the CPU (a 0-dim tensor) says nothing about where the rest is.
+    """
     if device is not None:
         found = torch.device(device)
         if found.type == "cuda" and found.index is None:
             found = torch.device("cuda", torch.cuda.current_device())
         return found
     for value in values:
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and (value.dim() or value.device.type != "cpu"):
             return value.device
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
@@ -113,12 +116,12 @@ def find_device(device: Any, values: tuple[Any, ...]) -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def check_captures(mask: Traced, device: torch.device) -> None:
-    """Raise unless the captured tensors are on `device`."""
-    for tensor, spec in zip(mask.captures, mask.graph.captures, strict=True):
-        if tensor.device != device and tensor.dim():
+def check_captures(mod: Traced, device: torch.device) -> None:
+    """Raise unless the captured tensors are on `device`; one number may also be on the CPU."""
+    for tensor, spec in zip(mod.captures, mod.graph.captures, strict=True):
+        if tensor.device != device and (tensor.dim() or tensor.device.type != "cpu"):
             raise ValueError(
-                f"mask_mod: expected the captured tensor {spec.name} on {device}, "
+                f"{mod.graph.kind}_mod: expected the captured tensor {spec.name} on {device}, "
                 f"got {tensor.device}"
             )
 

@@ -106,3 +106,24 @@ def test_sequences_longer_than_a_table_row_program():
         out = attention(q, k, v, block_mask=mask, kv_len=kv_len)
         reference = attention(q, k, v, block_mask=mask, kv_len=kv_len, backend="reference")
         torch.testing.assert_close(out, reference, rtol=2e-2, atol=2e-2)
+
+
+def test_numbers_on_the_cpu_are_read_at_every_call():
+    """A captured 0-dim CPU tensor works as in torch; a longer one is refused before a launch."""
+    q, k, v = draw(1, 4, 1, 32), draw(1, 2, 300, 32), draw(1, 2, 300, 32)
+    factor, window = torch.tensor(2.0), torch.tensor(7)
+    mask = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx - kv_idx < window)
+
+    def scaled(score, b, h, q_idx, kv_idx):
+        return score * factor
+
+    for number in (2.0, 0.25):
+        factor.fill_(number)
+        window.fill_(int(number * 40))
+        out = attention(q, k, v, score_mod=scaled, block_mask=mask)
+        kept = k[:, :, 300 - int(window) :], v[:, :, 300 - int(window) :]
+        expected = attention(q, *kept, scale=number * 32**-0.5)
+        torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+    slopes = torch.ones(4)
+    with pytest.raises(ValueError, match="score_mod: expected the captured tensor slopes on cuda"):
+        attention(q, k, v, score_mod=lambda s, b, h, q_idx, kv_idx: s * slopes[h])

@@ -20,7 +20,7 @@ FOLDERS = {"flexdecode": "flexdecode", "kernels": "flexdecode.kernels", "masks":
 MAY_IMPORT = {
     "flexdecode": "api block_mask codegen compilation explanation merging mods quantization",
     "__main__": "backends demo",
-    "api": "backends block_mask checks mods plan problem quantization trace",
+    "api": "backends block_mask checks mask_arguments mods plan problem quantization trace",
     "backends": "problem",
     "backends.cpu": "block_codes evaluate plan problem rows softmax tables trace",
     "backends.reference": "evaluate problem trace",

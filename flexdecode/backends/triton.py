@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexdecode.codegen import Flavour, lower
+from flexdecode.codegen import Flavour, captures_moved, lower
 from flexdecode.device_tables import unite_heads
 from flexdecode.kernels.call import BlockTables, DecodeCall, Mod
 from flexdecode.kernels.launch import Plan, decode, run_plan
@@ -68,8 +68,8 @@ def run(request: Request) -> Result:
         lse=lse,
         max_scores=max_scores,
         tables=None if resolved is None else _block_tables(resolved.tables, problem),
-        score_mod=_mod(request.score, flavour),
-        mask_mod=None if resolved is None else _mod(resolved.mask, flavour),
+        score_mod=_mod(request.score, flavour, q.device),
+        mask_mod=None if resolved is None else _mod(resolved.mask, flavour, q.device),
         bias=None if bias is None else bias.expand(*rows, problem.Lkv),
         sinks=None if sinks is None else sinks.contiguous(),
         tf32=bool(options.get("tf32", False)),
@@ -126,8 +126,10 @@ def _signature(call: DecodeCall, options: dict[str, Any]) -> tuple[Any, ...]:
     )
 
 
-def _mod(traced: Traced | None, flavour: Flavour) -> Mod | None:
-    return None if traced is None else Mod(*lower(traced, flavour))
+def _mod(traced: Traced | None, flavour: Flavour, device: torch.device) -> Mod | None:
+    if traced is None:
+        return None
+    return Mod(*lower(captures_moved(traced, device), flavour))
 
 
 def _flavour(q: Tensor, approx: bool | None) -> Flavour:
