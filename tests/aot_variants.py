@@ -26,6 +26,7 @@ from flexdecode.kernels.launch import decode
 TARGETS = {
     "cuda:80": (GPUTarget("cuda", 80, 32), Device(processors=108, shared_memory=166912)),
     "cuda:90": (GPUTarget("cuda", 90, 32), Device(132, shared_memory=232448, pdl=True)),
+    "cuda:100": (GPUTarget("cuda", 100, 32), Device(148, shared_memory=232448, pdl=True)),
     "hip:gfx942": (GPUTarget("hip", "gfx942", 64), Device(304, shared_memory=65536)),
 }
 

@@ -25,7 +25,7 @@ def variants(argument, tmp_path):
     return [json.loads(line) for line in run.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("target", ["cuda:80", "cuda:90", "hip:gfx942"])
+@pytest.mark.parametrize("target", ["cuda:80", "cuda:90", "cuda:100", "hip:gfx942"])
 def test_variants_compile(target, tmp_path):
     for record in variants(target, tmp_path):
         assert record["shared"] <= record["shared_limit"], record
