@@ -12,7 +12,7 @@ from flexdecode.graph import Node, is_float
 from flexdecode.proxies import TORCH_DTYPE
 from flexdecode.trace import Traced
 
-__all__ = ["evaluate"]
+__all__ = ["FUNCTIONS", "evaluate", "load_elements"]
 
 
 def evaluate(
@@ -66,11 +66,11 @@ def evaluate(
             slot, dim = node.attr
             values[node] = torch.tensor(traced.captures[slot].shape[dim], device="cpu")
         elif node.op == "load":
-            values[node] = _load(traced.captures[node.attr], args).to(dtype)
+            values[node] = load_elements(traced.captures[node.attr], args).to(dtype)
         elif node.op == "cast":
             values[node] = args[0].to(dtype)
         else:
-            values[node] = _FUNCTIONS[node.op](*args)
+            values[node] = FUNCTIONS[node.op](*args)
     result = values[graph.output]
     if graph.kind == "score":
         result = result.to(float_dtype)
@@ -85,7 +85,19 @@ def _compute_dtype(name: str, float_dtype: torch.dtype) -> torch.dtype:
     )
 
 
-def _load(tensor: Tensor, indices: list[Tensor]) -> Tensor:
+def load_elements(tensor: Tensor, indices: list[Tensor]) -> Tensor:
+    """Elements of a captured tensor: indices wrap once, and what lies outside reads as zero.
+
+    Parameters
+    ----------
+    tensor : Tensor, any dtype and rank
+    indices : list of Tensor, int64
+        One for each dimension; shapes broadcast together.
+
+    Returns
+    -------
+    Tensor, of the indices' common shape and the dtype of `tensor`
+    """
     tensor = tensor.detach()
     if not indices:
         return tensor
@@ -113,7 +125,7 @@ def _pow(x: Tensor, y: Tensor) -> Tensor:
     return torch.where(y >= 0, whole, torch.where(x.abs() == 1, odd, 0))
 
 
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
+FUNCTIONS: dict[str, Callable[..., Any]] = {
     "add": torch.add,
     "sub": torch.sub,
     "mul": torch.mul,

@@ -22,8 +22,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flexdecode.evaluate import _FUNCTIONS as EXACT
-from flexdecode.evaluate import _load as EXACT_LOAD
+from flexdecode.evaluate import FUNCTIONS, load_elements
 from flexdecode.graph import Node, is_float
 from flexdecode.interval_rules import (
     COMPARISONS,
@@ -100,7 +99,7 @@ class BlockAnalysis:
             if node.op == "cast":
                 return self._known(node, plain(args[0]).to(TORCH_DTYPE[node.dtype]))
             exact = [plain(arg).to(dtype) for arg, dtype in zip(args, dtypes, strict=True)]
-            return self._known(node, EXACT[node.op](*exact))
+            return self._known(node, FUNCTIONS[node.op](*exact))
         if node.op in TRUTH_RULES and all(isinstance(arg, Truth) for arg in args):
             return TRUTH_RULES[node.op](*args)
         if node.op == "where":
@@ -200,7 +199,7 @@ class BlockAnalysis:
             return self._known(node, torch.zeros((), dtype=TORCH_DTYPE[node.dtype]))
         ranged = [dim for dim, index in enumerate(indices) if not index.exact]
         if not ranged:
-            return self._known(node, EXACT_LOAD(capture, [index.lo for index in indices]))
+            return self._known(node, load_elements(capture, [index.lo for index in indices]))
         if len(ranged) > 1:
             return self._load_many(node, capture, indices)
         dim = ranged[0]
@@ -273,7 +272,7 @@ class BlockAnalysis:
             one = index.lo == index.hi
             single = one if single is None else single & one
         assert single is not None
-        value = EXACT_LOAD(capture, [index.lo for index in indices])
+        value = load_elements(capture, [index.lo for index in indices])
         value = value.double() if value.is_floating_point() else value.long()
         if has_nan:
             single = single & ~value.isnan()

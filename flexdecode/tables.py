@@ -34,7 +34,6 @@ __all__ = [
     "check_numbers",
     "table_states",
     "tables_from_mask_states",
-    "union_tables",
 ]
 
 _PADDED_ENTRIES = 1 << 22  # lists of bigger grids are as wide as their longest row only
@@ -309,30 +308,6 @@ def _mark(states: Tensor, counts: Tensor, indices: Tensor, value: int) -> None:
     place = torch.arange(indices.shape[-1], device=indices.device)
     listed = (place < counts[..., None]) & (indices >= 0) & (indices < nKV)
     states.scatter_(-1, torch.where(listed, indices, nKV).long(), value)
-
-
-def union_tables(tables: Tables, Hkv: int) -> tuple[Tables, Tensor]:
-    """Merge the lists of the query heads that share a key head.
-
-    Parameters
-    ----------
-    tables : Tables
-        With lists for each of Hq query heads.
-    Hkv : int
-        Key heads; divides Hq.
-
-    Returns
-    -------
-    union : Tables, with Hkv heads
-        Blocks that any head of the group lists; a block is full when it is for all of them.
-    block_state : Tensor, [Bt, Hq, nQ, nKV], uint8
-        What each query head makes of a block: `EMPTY`, `PARTIAL` or `FULL`.
-    """
-    block_state = table_states(tables)
-    group = block_state.view(block_state.shape[0], Hkv, -1, *block_state.shape[2:])
-    states = group.amax(2).clamp(max=PARTIAL) + (group.amin(2) == FULL)
-    union = tables_from_mask_states(states, tables.BLOCK_SIZE, exact=tables.exact)
-    return union, block_state
 
 
 class _TableCache:

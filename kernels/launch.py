@@ -1,7 +1,7 @@
 """From one attention call to launches: numbering of programs, arguments, compiled variants.
 
 A `Plan` holds what depends on shapes, strides and kinds alone, so that a call that looks like an
-earlier one only fills in its tensors. Compiled variants are kept with the plan and launched without
+earlier one only fills in its tensors. Compiled variants are kept for all plans and launched without
 Triton's own look-up, which costs more than a short kernel runs.
 """
 
@@ -15,12 +15,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from flexdecode.kernels.call import DecodeCall, Mod, vector_stride
-from flexdecode.kernels.configs import (
-    MIN_TILE,
-    DecodeConfig,
-    next_power_of_2,
-    split_dim,
-)
+from flexdecode.kernels.configs import MIN_TILE, DecodeConfig, next_power_of_2, split_dim
 from flexdecode.kernels.decode import _decode_kernel
 from flexdecode.kernels.layout import Layout
 from flexdecode.kernels.reduce import _reduce_kernel

@@ -15,15 +15,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 from mask_oracle import dense_states
 
 from flexdecode import block_states as states_module
+from flexdecode.device_tables import unite_heads
 from flexdecode.tables import (
     Extent,
+    Tables,
     block_states,
     build_into,
     build_tables,
     cached_tables,
     table_states,
     tables_from_mask_states,
-    union_tables,
 )
 from flexdecode.trace import trace
 
@@ -295,15 +296,25 @@ def test_entries_past_the_count_are_ignored():
     assert torch.equal(table_states(tables), states)
 
 
-def test_fc16_union_of_the_heads_of_a_group():
+def test_fc16_union_of_the_heads_of_a_group(device):
     def local(b, h, q_idx, kv_idx):
         return (q_idx >= kv_idx) & (q_idx - kv_idx < 16 * (h + 1))
 
     what = extent(8, 300, (128, 16), H=8)
     tables = build_tables(trace(local, "mask"), what)
-    union, block_state = union_tables(tables, Hkv=2)
+    lists = unite_heads(tables.map(lambda table: table.to(device)), Hkv=2)
+    block_state = lists.state.cpu()
     assert torch.equal(block_state, dense_states(local, what))
-    assert union.kv_num_blocks.shape == (1, 2, 1)
+    assert lists.kv_num_blocks.shape == (1, 2, 1)
+    union = Tables(
+        lists.kv_num_blocks.cpu(),
+        lists.kv_indices.cpu(),
+        lists.full_kv_num_blocks.cpu(),
+        lists.full_kv_indices.cpu(),
+        tables.BLOCK_SIZE,
+        tables.num_kv_blocks,
+        tables.exact,
+    )
     grouped = block_state.view(1, 2, 4, 1, -1)
     merged = table_states(union)
     assert torch.equal(merged > 0, (grouped > 0).any(2))
