@@ -7,20 +7,24 @@ from flexdecode.compilation import compile_count
 from flexdecode.explanation import Explanation, explain
 from flexdecode.merging import merge_attentions
 from flexdecode.mods import and_masks, mask_mod, not_mask, or_masks
+from flexdecode.quantization import QuantizedTensor, dequantize, quantize
 
 __all__ = [
     "AuxOutput",
     "AuxRequest",
     "BlockMask",
     "Explanation",
+    "QuantizedTensor",
     "and_masks",
     "attention",
     "compile_count",
     "create_block_mask",
+    "dequantize",
     "explain",
     "mask_mod",
     "merge_attentions",
     "not_mask",
     "or_masks",
+    "quantize",
     "show_code",
 ]
