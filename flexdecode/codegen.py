@@ -200,20 +200,25 @@ class _Keyed:
 def _function(
     key: str, wide: tuple[bool, ...], layouts: tuple[_Layout, ...], flavour: Flavour, keyed: _Keyed
 ) -> Any:
+    text = _Printer(keyed.graph, wide, layouts, flavour).text()
+    return compiled(keyed.graph.name, text)
+
+
+def compiled(name: str, text: str) -> Any:
+    """Return the ``@triton.jit`` function `name` that `text` defines; helpers are at hand."""
     import triton
     import triton.language as tl
 
-    from flexdecode.kernels import modmath
+    from flexdecode.kernels import interval_math, modmath
 
-    graph = keyed.graph
-    text = _Printer(graph, wide, layouts, flavour).text()
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-    filename = f"<flexdecode {graph.name} {digest}>"
+    filename = f"<flexdecode {name} {digest}>"
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
-    helpers = {n: f for n, f in vars(modmath).items() if hasattr(f, "fn")}
+    known = vars(modmath) | vars(interval_math)
+    helpers = {n: f for n, f in known.items() if hasattr(f, "fn")}
     names = {"tl": tl, "triton": triton, "__name__": "flexdecode.generated", **helpers}
     exec(compile(text, filename, "exec"), names)
-    return names[graph.name]
+    return names[name]
 
 
 class _Printer:
