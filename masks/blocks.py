@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexdecode.masks.arguments import at_least, id_tensor
 from flexdecode.mods import MaskMod, mask_mod, or_masks
 
 __all__ = ["per_head", "selected_blocks"]
@@ -61,9 +62,8 @@ def selected_blocks(selected: Tensor, block_size: int, *, group_size: int = 1) -
         raise ValueError(
             f"selected: expected shape [B or 1, H or 1, num_blocks], got {list(selected.shape)}"
         )
-    for name, size in (("block_size", block_size), ("group_size", group_size)):
-        if size < 1:
-            raise ValueError(f"{name}: expected at least 1, got {size}")
+    at_least("block_size", block_size, 1)
+    at_least("group_size", group_size, 1)
 
     shares_batch, shares_heads = selected.shape[0] == 1, selected.shape[1] == 1
 
@@ -105,12 +105,7 @@ def per_head(choice: Tensor, *masks: Callable[[Any, Any, Any, Any], Any]) -> Mas
     .. [1] G. Xiao et al., "DuoAttention: Efficient Long-Context LLM Inference with Retrieval and
        Streaming Heads", arXiv:2410.10819, 2024.
     """
-    if not isinstance(choice, Tensor):
-        raise TypeError(f"choice: expected an integer tensor, got {type(choice).__name__}")
-    if choice.dtype.is_floating_point or choice.dtype == torch.bool:
-        raise TypeError(f"choice: expected an integer tensor, got {choice.dtype}")
-    if choice.ndim != 1:
-        raise ValueError(f"choice: expected shape [Hq], got {list(choice.shape)}")
+    id_tensor("choice", choice, "[Hq]")
     return or_masks(*(_on_heads(choice, number) & mask for number, mask in enumerate(masks)))
 
 

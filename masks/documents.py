@@ -1,15 +1,22 @@
-"""Masks that keep sequences apart: packed documents and padding."""
+"""Masks that keep sequences apart: packed documents, shared prefixes, padding."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from flexdecode.masks.per_batch import per_batch
+from flexdecode.masks.arguments import at_least, id_tensor, per_batch
 from flexdecode.masks.positions import causal
 from flexdecode.mods import MaskMod, and_masks, mask_mod
 
-__all__ = ["causal_documents", "documents", "left_padding", "right_padding"]
+__all__ = [
+    "causal_documents",
+    "document_ids",
+    "documents",
+    "left_padding",
+    "right_padding",
+    "shared_prefix",
+]
 
 
 def documents(ids: Tensor) -> MaskMod:
@@ -22,7 +29,7 @@ def documents(ids: Tensor) -> MaskMod:
     ids : Tensor, [N] or [B, N], integer
         Document of each position, in any order and with any values. ``N`` covers every position
         that is asked about, the new tokens included; a tensor with room to spare may be filled
-        in place as tokens arrive.
+        in place as tokens arrive. `document_ids` makes one of offsets.
 
     Returns
     -------
@@ -51,13 +58,7 @@ def documents(ids: Tensor) -> MaskMod:
             [0, 0, 1, 1],
             [0, 0, 1, 1]], dtype=torch.int32)
     """
-    if not isinstance(ids, Tensor):
-        raise TypeError(f"ids: expected an integer tensor, got {type(ids).__name__}")
-    if ids.dtype.is_floating_point or ids.dtype == torch.bool:
-        raise TypeError(f"ids: expected an integer tensor, got {ids.dtype}")
-    if ids.ndim not in (1, 2):
-        raise ValueError(f"ids: expected shape [N] or [B, N], got {list(ids.shape)}")
-
+    id_tensor("ids", ids)
     if ids.ndim == 1:
 
         @mask_mod
@@ -91,6 +92,78 @@ def causal_documents(ids: Tensor) -> MaskMod:
         As `documents`.
     """
     return and_masks(causal, documents(ids))
+
+
+def document_ids(offsets: Tensor, length: int) -> Tensor:
+    """Turn the offsets of packed documents into the ids that `documents` takes.
+
+    Parameters
+    ----------
+    offsets : Tensor, [num_documents + 1], integer, tokens
+        Where each document starts, ascending from 0, and the end of the last one: ``cu_seqlens``.
+    length : int >= 0, tokens
+        How many ids to return. Positions behind the last document share an id of their own.
+
+    Returns
+    -------
+    Tensor, [length], int32
+        On the device of `offsets`, which is not waited for.
+
+    Raises
+    ------
+    TypeError
+        `offsets` is not an integer tensor, or `length` not an int.
+    ValueError
+        `offsets` is not one-dimensional, or `length` is negative.
+
+    Examples
+    --------
+    >>> document_ids(torch.tensor([0, 2, 5]), 6)
+    tensor([0, 0, 1, 1, 1, 2], dtype=torch.int32)
+    """
+    id_tensor("offsets", offsets, "[N]")
+    at_least("length", length, 0)
+    position = torch.arange(length, device=offsets.device, dtype=offsets.dtype)
+    return torch.searchsorted(offsets[1:].contiguous(), position, right=True).to(torch.int32)
+
+
+def shared_prefix(prefix: int | Tensor, ids: Tensor) -> MaskMod:
+    """True for the past in the prefix and in the query's own continuation of it [1]_.
+
+    ``kv_idx <= q_idx and (kv_idx < prefix[b] or ids[b, q_idx] == ids[b, kv_idx])``: several
+    answers to one prompt stand one after the other in one sequence, and do not see each other.
+
+    Parameters
+    ----------
+    prefix : int >= 0, or Tensor [] or [B], integer, tokens
+        Length of the part that all continuations share.
+    ids : Tensor, [N] or [B, N], integer
+        Continuation of each position; see `documents`. Those of the prefix do not matter.
+
+    Returns
+    -------
+    MaskMod
+
+    Raises
+    ------
+    TypeError
+        `ids` or `prefix` is no integer.
+    ValueError
+        `prefix` is negative, or one of them has too many dimensions.
+
+    References
+    ----------
+    .. [1] J. Juravsky et al., "Hydragen: High-Throughput LLM Inference with Shared Prefixes",
+       arXiv:2402.05099, 2024.
+    """
+    at_least("prefix", prefix, 0)
+    end, same = per_batch("prefix", prefix), documents(ids)
+
+    @mask_mod
+    def shared_prefix(b, h, q_idx, kv_idx):
+        return (kv_idx <= q_idx) & ((kv_idx < end(b)) | same(b, h, q_idx, kv_idx))
+
+    return shared_prefix
 
 
 def left_padding(start: int | Tensor) -> MaskMod:

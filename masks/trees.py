@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flexdecode.masks.per_batch import per_batch
+from flexdecode.masks.arguments import id_tensor, per_batch
 from flexdecode.mods import MaskMod, mask_mod
 
-__all__ = ["create_ancestors", "tree"]
+__all__ = ["create_ancestors", "create_parents", "tree"]
 
 
 def tree(ancestors: Tensor, prefix: int | Tensor) -> MaskMod:
@@ -89,25 +89,30 @@ def tree(ancestors: Tensor, prefix: int | Tensor) -> MaskMod:
     return tree_per_batch
 
 
-def create_ancestors(parents: Sequence[int], device: torch.device | str | None = None) -> Tensor:
-    """Turn a tree given by parents into the matrix that `tree` takes.
+def create_ancestors(
+    parents: Sequence[int] | Tensor, device: torch.device | str | None = None
+) -> Tensor:
+    """Turn trees given by parents into the matrix that `tree` takes.
 
     Parameters
     ----------
-    parents : sequence of int, length T
-        Parent of each draft token, which comes before it; -1 for a child of the prefix.
+    parents : sequence of int, length T, or Tensor [T] or [B, T], integer
+        Parent of each draft token, which comes before it; -1 for a child of the prefix. A tensor is
+        data: it is neither checked nor waited for, so that a tree can change at every step.
     device : torch.device or str, optional
-        Where the matrix goes. Default: torch's current default device.
+        Where the matrix goes. Default: the tensor's own, else torch's current default device.
 
     Returns
     -------
-    Tensor, [T, T], bool
+    Tensor, [T, T] or [B, T, T], bool
         True at ``[i, j]`` where ``j`` is ``i`` or one of its ancestors.
 
     Raises
     ------
     ValueError
-        A parent does not come before its child.
+        A parent in a sequence does not come before its child, or a tensor has other dimensions.
+    TypeError
+        A tensor is not of integers.
 
     Examples
     --------
@@ -117,13 +122,65 @@ def create_ancestors(parents: Sequence[int], device: torch.device | str | None =
             [1, 0, 1, 0],
             [1, 1, 0, 1]], dtype=torch.int32)
     """
-    rows: list[list[bool]] = []
-    for token, parent in enumerate(parents):
-        if not -1 <= parent < token:
-            raise ValueError(
-                f"parents: expected the parent of token {token} in [-1, {token}), got {parent}"
-            )
-        row = list(rows[parent]) if parent >= 0 else [False] * len(parents)
-        row[token] = True
-        rows.append(row)
-    return torch.tensor(rows, dtype=torch.bool, device=device).reshape(len(rows), len(rows))
+    if isinstance(parents, Tensor):
+        id_tensor("parents", parents, "[T] or [B, T]")
+    else:
+        for token, parent in enumerate(parents):
+            if not -1 <= parent < token:
+                raise ValueError(
+                    f"parents: expected the parent of token {token} in [-1, {token}), got {parent}"
+                )
+        parents = torch.tensor(parents, dtype=torch.int64, device=device)
+    size = parents.shape[-1]
+    tokens = torch.arange(size, device=parents.device)
+    reach = (parents[..., None] == tokens) | (tokens[:, None] == tokens)
+    for _ in range(max(size - 1, 0).bit_length()):
+        steps = reach.float()
+        reach = steps @ steps > 0  # each product doubles the number of steps up
+    return reach if device is None else reach.to(device)
+
+
+def create_parents(paths: Sequence[Sequence[int]]) -> list[int]:
+    """Turn a tree given by paths, as Medusa [1]_ and EAGLE [2]_ do, into parents.
+
+    Parameters
+    ----------
+    paths : sequence of sequences of int
+        The draft tokens but the root: ``(i, j)`` is the ``j``-th guess for what follows the
+        ``i``-th guess for what follows the root. Every path but its last step is a path too.
+
+    Returns
+    -------
+    list of int, length ``len(paths) + 1``
+        For `create_ancestors`. Token 0 is the root, the last accepted token; the others follow
+        sorted by depth, then by path.
+
+    Raises
+    ------
+    ValueError
+        A path is empty, twice there, or its parent is missing.
+
+    References
+    ----------
+    .. [1] T. Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple
+       Decoding Heads", arXiv:2401.10774, 2024.
+    .. [2] Y. Li et al., "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty",
+       arXiv:2401.15077, 2024.
+
+    Examples
+    --------
+    Two guesses for the next token, and one for what follows the better of them:
+
+    >>> create_parents([(0,), (1,), (0, 0)])
+    [-1, 0, 0, 1]
+    """
+    places: dict[tuple[int, ...], int] = {(): 0}
+    parents = [-1]
+    for path in sorted((tuple(path) for path in paths), key=lambda path: (len(path), path)):
+        if path in places:
+            raise ValueError(f"paths: expected every path once and none empty, got {path} again")
+        if path[:-1] not in places:
+            raise ValueError(f"paths: expected {path[:-1]}, the parent of {path}, got none")
+        parents.append(places[path[:-1]])
+        places[path] = len(places)
+    return parents

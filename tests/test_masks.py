@@ -1,8 +1,8 @@
-"""Masks against 0/1 pictures, rows from the top are queries; score rules against formulas."""
+"""Masks against 0/1 pictures, rows from the top are queries, and against loops."""
 
 from __future__ import annotations
 
-import math
+import itertools
 from typing import Any
 
 import pytest
@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from flexdecode import masks
-from flexdecode.evaluate import evaluate as graph_value
-from flexdecode.trace import trace
 
 CHUNK_PICTURE = """
     100000
@@ -21,6 +19,9 @@ CHUNK_PICTURE = """
     000110
     000111
 """
+
+
+IDS = torch.tensor([[0, 0, 1], [0, 1, 1]])
 
 
 def evaluate(mask: Any, Lq: int, Lkv: int, *, q_offset: int = 0, b: int = 0, h: int = 0) -> Tensor:
@@ -133,7 +134,7 @@ def test_documents() -> None:
 
 
 def test_documents_of_each_sequence() -> None:
-    mask = masks.documents(torch.tensor([[0, 0, 1], [0, 1, 1]]))
+    mask = masks.documents(IDS)
     assert_picture(mask, "110 110 001", b=0)
     assert_picture(mask, "100 011 011", b=1)
 
@@ -206,6 +207,159 @@ def test_selected_blocks_shared_by_heads() -> None:
     assert_picture(mask, "0011", b=1, h=5)
 
 
+def test_global_window() -> None:
+    assert_picture(masks.global_window(1, 2), "11111 11100 11110 10111 10011")
+    assert_picture(masks.global_window(0, 1), "100 010 001")
+
+
+def test_strided() -> None:
+    assert_picture(masks.strided(3), "10000 11000 11100 11110 01111")
+    assert_picture(masks.strided(3, window=2), "1001011", q_offset=6)
+
+
+def test_block_diffusion() -> None:
+    assert_picture(masks.block_diffusion(2), "1100 1100 1111 1111")
+    assert_picture(masks.block_diffusion(3, 1), "10000 11110 11110 11110 11111")
+
+
+def test_block_diffusion_of_each_sequence() -> None:
+    mask = masks.block_diffusion(2, torch.tensor([0, 3]))
+    assert_picture(mask, "111100 111100", q_offset=2, b=0)
+    assert_picture(mask, "111110 111110", q_offset=3, b=1)
+
+
+def test_document_ids() -> None:
+    offsets = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+    assert masks.document_ids(offsets, 7).tolist() == [0, 0, 2, 2, 2, 3, 3]
+    assert masks.document_ids(offsets, 0).tolist() == []
+
+
+def test_shared_prefix() -> None:
+    mask = masks.shared_prefix(2, torch.tensor([0, 0, 5, 5, 7, 7]))
+    assert_picture(mask, "100000 110000 111000 111100 110010 110011")
+
+
+def test_image_cross_attention() -> None:
+    mask = masks.image_cross_attention(torch.tensor([[-1, 0, 1, 1], [0, 0, 0, -1]]), 3)
+    assert_picture(mask, "000000 111000 000111 000111", b=0)
+    assert_picture(mask, "111000 111000 111000 000000", b=1)
+
+
+def test_images_in_text() -> None:
+    mask = masks.images_in_text(torch.tensor([-1, 0, 0, -1, 1, 1]))
+    assert_picture(mask, "100000 111000 111000 111100 111111 111111")
+
+
+def test_create_ancestors_of_tensors() -> None:
+    parents = torch.tensor([[-1, 0, 0, 1, 1, 2, 5], [-1, 0, 1, 2, 3, 4, 5]])
+    expected = [masks.create_ancestors(row.tolist()) for row in parents]
+    assert torch.equal(masks.create_ancestors(parents), torch.stack(expected))
+    assert torch.equal(masks.create_ancestors(parents[0]), expected[0])
+
+
+def test_create_parents_of_a_medusa_tree() -> None:
+    paths = [(0,), (0, 0), (1,), (0, 1), (0, 0, 0), (1, 0)]
+    parents = masks.create_parents(paths)
+    # Root; (0), (1); (0 0), (0 1), (1 0); (0 0 0).
+    assert parents == [-1, 0, 0, 1, 1, 2, 3]
+    mask = masks.tree(masks.create_ancestors(parents), 0)
+    assert_picture(mask, "1000000 1100000 1010000 1101000 1100100 1010010 1101001")
+
+
+def test_a_tree_changed_in_place_is_seen() -> None:
+    ancestors = masks.create_ancestors([-1, 0])
+    mask = masks.tree(ancestors, 1)
+    assert_picture(mask, "110 111", q_offset=1)
+    ancestors.copy_(masks.create_ancestors([-1, -1]))
+    assert_picture(mask, "110 101", q_offset=1)
+
+
+def grid_neighbors(shape: tuple[int, ...], window: tuple[int, ...]) -> Tensor:
+    """Whether each cell sees each other one, worked out cell by cell."""
+    cells = list(itertools.product(*map(range, shape)))
+    seen = torch.zeros(len(cells), len(cells), dtype=torch.bool)
+    for i, j in itertools.product(range(len(cells)), repeat=2):
+        firsts = [
+            min(max(x - w // 2, 0), n - w) for x, w, n in zip(cells[i], window, shape, strict=True)
+        ]
+        seen[i, j] = all(f <= y < f + w for f, y, w in zip(firsts, cells[j], window, strict=True))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("shape", "window"),
+    [((7,), (3,)), ((7,), (4,)), ((5, 4), (3, 1)), ((4, 5), (2, 5)), ((3, 3, 4), (1, 3, 3))],
+)
+def test_neighborhood(shape: tuple[int, ...], window: tuple[int, ...]) -> None:
+    expected = grid_neighbors(shape, window)
+    n = len(expected)
+    assert (expected.sum(1) == torch.tensor(window).prod()).all()
+    assert torch.equal(evaluate(masks.neighborhood(shape, window), n, n), expected)
+    # Behind three other tokens, and in front of two.
+    found = evaluate(masks.neighborhood(shape, window, start=3), n + 5, n + 5)
+    assert torch.equal(found, torch.nn.functional.pad(expected, (3, 2, 3, 2)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "tile", "window"),
+    [((8,), (2,), (3,)), ((4, 6), (2, 2), (1, 3)), ((2, 4, 4), (1, 2, 2), (2, 1, 2))],
+)
+def test_sliding_tile(shape: Any, tile: Any, window: Any) -> None:
+    tiles = tuple(n // side for n, side in zip(shape, tile, strict=True))
+    of_tiles = grid_neighbors(tiles, window)
+    cells = list(itertools.product(*map(range, shape)))
+    number = {t: i for i, t in enumerate(itertools.product(*map(range, tiles)))}
+    own = [number[tuple(x // s for x, s in zip(cell, tile, strict=True))] for cell in cells]
+    order = masks.tile_order(shape, tile)
+    sorted_tiles = torch.tensor(own)[order]
+    assert sorted_tiles.tolist() == sorted(own)
+    found = evaluate(masks.sliding_tile(shape, tile, window), len(cells), len(cells))
+    assert torch.equal(found, of_tiles[sorted_tiles][:, sorted_tiles])
+
+
+def test_longformer() -> None:
+    mask = masks.longformer(torch.tensor([1, 0, 0, 0, 0, 0]).bool(), 3)
+    assert_picture(mask, "111111 111000 111100 101110 100111 100011")
+    mask = masks.longformer(torch.zeros(2, 6).bool(), 2, dilation=2)
+    assert_picture(mask, "101000 010100 101010 010101 001010 000101", b=1)
+
+
+@pytest.mark.parametrize("length", [None, 40, torch.tensor([40, 23])], ids=str)
+def test_big_bird(length: Any) -> None:
+    mask = masks.big_bird(4, window=3, num_global=1, num_random=2, length=length)
+    for b, h in ((0, 0), (1, 3)):
+        found = evaluate(mask, 40, 40, b=b, h=h)
+        blocks = found.reshape(10, 4, 10, 4)
+        assert torch.equal(blocks.all((1, 3)), blocks.any((1, 3)))  # whole blocks
+        seen = blocks[:, 0, :, 0]
+        i, j = torch.arange(10)[:, None], torch.arange(10)
+        certain = (abs(i - j) <= 1) | (i < 1) | (j < 1)
+        assert (seen | ~certain).all()
+        drawn = seen & ~certain
+        assert (drawn.sum(1) <= 2).all() and drawn.any()
+        among = {"None": i, "40": torch.tensor(9)}.get(str(length), torch.tensor([9, 5])[b])
+        assert not (drawn & (j > among)).any()
+    assert not torch.equal(evaluate(mask, 40, 40, h=0), evaluate(mask, 40, 40, h=1))
+
+
+def test_random_sparse_keeps_its_share() -> None:
+    for density in (0.0, 0.1, 0.5, 1.0):
+        found = evaluate(masks.random_sparse(density, block_size=1), 300, 300, h=2)
+        assert abs(found.float().mean().item() - density) < 0.01
+    blocks = evaluate(masks.random_sparse(0.5, block_size=5), 30, 30).reshape(6, 5, 6, 5)
+    assert torch.equal(blocks.all((1, 3)), blocks.any((1, 3)))
+
+
+def test_random_sparse_of_heads_and_seeds_is_independent() -> None:
+    def draw(seed: int, h: int) -> Tensor:
+        return evaluate(masks.random_sparse(0.5, block_size=1, seed=seed), 200, 200, h=h)
+
+    first = draw(0, 0)
+    assert torch.equal(first, draw(0, 0))
+    for other in (draw(0, 1), draw(1, 0), first.t(), first.roll(1, 0), first.roll(1, 1)):
+        assert abs((first == other).float().mean().item() - 0.5) < 0.02
+
+
 def test_per_head() -> None:
     mask = masks.per_head(torch.tensor([1, 0, 2]), masks.sliding_window(1), masks.causal)
     assert_picture(mask, "1000 1100 1110 1111", h=0)
@@ -239,163 +393,31 @@ def test_masks_combine_and_keep_their_names() -> None:
         (lambda: masks.selected_blocks(torch.ones(1, 1, 1), 2), TypeError, "selected: expected"),
         (lambda: masks.selected_blocks(torch.ones(2).bool(), 2), ValueError, "selected: expected"),
         (lambda: masks.per_head(torch.ones(2), masks.causal), TypeError, "choice: expected"),
-        (lambda: masks.alibi(0), ValueError, "slopes: expected at least 1 head"),
-        (lambda: masks.alibi("8"), TypeError, "slopes: expected an int or a tensor, got str"),
-        (lambda: masks.softcap(0.0), ValueError, "cap: expected a positive number"),
-        (lambda: masks.softcap(math.nan), ValueError, "cap: expected a positive number"),
-        (lambda: masks.relative_bias(torch.ones(1, 2)), ValueError, "table: expected more buckets"),
-        (
-            lambda: masks.relative_bias(torch.ones(32, 2), max_distance=16),
-            ValueError,
-            "max_distance: expected more than 16, got 16",
-        ),
+        (lambda: masks.global_window(-1, 2), ValueError, "num_global: expected at least 0"),
+        (lambda: masks.strided(3, window=0), ValueError, "window: expected at least 1"),
+        (lambda: masks.block_diffusion(0), ValueError, "size: expected at least 1"),
+        (lambda: masks.document_ids(torch.ones(3), 2), TypeError, "offsets: expected an integer"),
+        (lambda: masks.document_ids(IDS, 2), ValueError, r"offsets: expected shape \[N\]"),
+        (lambda: masks.shared_prefix(-1, IDS), ValueError, "prefix: expected at least 0"),
+        (lambda: masks.images_in_text(torch.ones(3)), TypeError, "image: expected an integer"),
+        (lambda: masks.image_cross_attention(IDS, 0), ValueError, "tokens_per_image: expected"),
+        (lambda: masks.create_ancestors(torch.ones(3)), TypeError, "parents: expected an integer"),
+        (lambda: masks.create_parents([()]), ValueError, r"paths: .* got \(\) again"),
+        (lambda: masks.create_parents([(0,), (0,)]), ValueError, r"got \(0,\) again"),
+        (lambda: masks.create_parents([(1, 0)]), ValueError, r"the parent of \(1, 0\), got none"),
+        (lambda: masks.neighborhood((), ()), ValueError, "shape: expected 1 to 3 sizes, got 0"),
+        (lambda: masks.neighborhood((3,), (1, 1)), ValueError, "window: expected 1 sizes"),
+        (lambda: masks.neighborhood((3, 4), (1, 5)), ValueError, r"window: .* got \[1, 5\]"),
+        (lambda: masks.sliding_tile((6,), (4,), (1,)), ValueError, "tile: expected divisors"),
+        (lambda: masks.sliding_tile((6,), (2,), (4,)), ValueError, "window: expected at most"),
+        (lambda: masks.tile_order((6,), (7,)), ValueError, "tile: expected at most"),
+        (lambda: masks.longformer(IDS, 3), TypeError, "is_global: expected a bool tensor"),
+        (lambda: masks.longformer(IDS[None] > 0, 3), ValueError, "is_global: expected shape"),
+        (lambda: masks.big_bird(window=0), ValueError, "window: expected at least 1"),
+        (lambda: masks.random_sparse(1.5), ValueError, "density: expected a number from 0 to 1"),
+        (lambda: masks.random_sparse("1"), TypeError, "density: expected a number, got str"),
     ],
 )
 def test_bad_arguments_are_named(make: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make()
-
-
-def score(mod: Any, *, q: int, Lkv: int, h: int) -> Tensor:
-    out: Tensor = mod(
-        torch.zeros(1, Lkv),
-        torch.tensor(0),
-        torch.tensor(h),
-        torch.tensor([[q]]),
-        torch.arange(Lkv)[None],
-    )
-    return out[0]
-
-
-def paper_slopes(n: int) -> list[float]:
-    """The recursion of the authors' own code."""
-
-    def of_power_of_two(m: int) -> list[float]:
-        start = 2 ** (-(2 ** -(math.log2(m) - 3)))
-        return [start * start**i for i in range(m)]
-
-    if math.log2(n).is_integer():
-        return of_power_of_two(n)
-    m = 2 ** math.floor(math.log2(n))
-    return of_power_of_two(m) + paper_slopes(2 * m)[0::2][: n - m]
-
-
-@pytest.mark.parametrize("heads", [1, 2, 3, 8, 12, 16, 20, 32, 71])
-def test_fc46_alibi_slopes_and_sign(heads: int) -> None:
-    slopes = torch.tensor(paper_slopes(heads))
-    for mod in (masks.alibi(heads), masks.alibi(slopes)):
-        for h in range(heads):
-            bias = score(mod, q=5, Lkv=6, h=h)
-            assert (bias <= 0).all()
-            assert bias[5] == 0
-            torch.testing.assert_close(bias, slopes[h] * torch.arange(-5.0, 1.0))
-
-
-def test_fc42_softcap_is_in_natural_units() -> None:
-    x = torch.tensor([-1000.0, -1.0, 0.0, 1.0, 1000.0])
-    torch.testing.assert_close(masks.softcap(30)(x, 0, 0, 0, 0), 30 * torch.tanh(x / 30))
-
-
-def t5_bucket(relative: int, bidirectional: bool, num_buckets: int, max_distance: int) -> int:
-    """Bucket of key minus query, as the paper's code computes it, a number at a time."""
-    bucket = 0
-    if bidirectional:
-        num_buckets //= 2
-        bucket = num_buckets if relative > 0 else 0
-        distance = abs(relative)
-    else:
-        distance = max(-relative, 0)
-    exact = num_buckets // 2
-    if distance < exact:
-        return bucket + distance
-    growth = math.log(distance / exact) / math.log(max_distance / exact)
-    return bucket + min(exact + int(growth * (num_buckets - exact)), num_buckets - 1)
-
-
-@pytest.mark.parametrize("bidirectional", [False, True])
-def test_relative_bias_follows_the_buckets_of_t5(bidirectional: bool) -> None:
-    table = torch.randn(32, 3, generator=torch.Generator().manual_seed(0))
-    mod = masks.relative_bias(table, bidirectional=bidirectional)
-    for q in (0, 150, 299):
-        buckets = [t5_bucket(kv - q, bidirectional, 32, 128) for kv in range(300)]
-        assert torch.equal(score(mod, q=q, Lkv=300, h=2), table[buckets, 2])
-
-
-def test_relative_bias_changed_in_place_is_seen() -> None:
-    table = torch.zeros(32, 1)
-    mod = masks.relative_bias(table)
-    table.fill_(2.0)
-    assert (score(mod, q=3, Lkv=4, h=0) == 2.0).all()
-
-
-SELECTED = torch.rand(2, 2, 8, generator=torch.Generator().manual_seed(0)) > 0.5
-IDS = torch.randint(0, 3, (2, 24), generator=torch.Generator().manual_seed(0))
-CHOICE = torch.tensor([0, 1, 0, 2])
-TREE = masks.create_ancestors([-1, 0, 0, 1])
-MASKS = [
-    masks.causal,
-    masks.bidirectional,
-    masks.sliding_window(5),
-    masks.sliding_window(torch.tensor([3, 7])),
-    masks.sliding_window(torch.tensor([4])),
-    masks.symmetric_window(4),
-    masks.sink_window(2, 4),
-    masks.prefix_lm(5),
-    masks.prefix_lm(torch.tensor([5, 2])),
-    masks.dilated(3),
-    masks.dilated(3, window=2),
-    masks.chunked(5),
-    masks.documents(IDS[0]),
-    masks.causal_documents(IDS),
-    masks.left_padding(torch.tensor([0, 3])),
-    masks.right_padding(9),
-    masks.tree(TREE, 7),
-    masks.tree(torch.stack([TREE, TREE.t()]), torch.tensor([7, 3])),
-    masks.selected_blocks(SELECTED, 3, group_size=2),
-    masks.selected_blocks(SELECTED[:1, :1], 3),
-    masks.per_head(CHOICE, masks.causal, masks.sliding_window(2)),
-    masks.causal & ~masks.sink_window(1, 3) | masks.right_padding(2),
-]
-SCORES = [
-    masks.alibi(12),
-    masks.alibi(torch.tensor([0.5, 0.25, 0.125, 0.0625])),
-    masks.softcap(30),
-    masks.relative_bias(torch.randn(32, 4)),
-    masks.relative_bias(torch.randn(32, 4), bidirectional=True),
-]
-
-
-def indices() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    b, h = torch.arange(2)[:, None, None, None], torch.arange(4)[:, None, None]
-    return b, h, torch.arange(24)[:, None], torch.arange(24)
-
-
-@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.__name__)
-def test_traced_mask_equals_eager(mask: Any) -> None:
-    found = graph_value(trace(mask, "mask"), *indices())
-    assert torch.equal(found.expand(2, 4, 24, 24), mask(*indices()).expand(2, 4, 24, 24))
-
-
-@pytest.mark.parametrize("mod", SCORES, ids=lambda mod: mod.__name__)
-def test_traced_score_rule_equals_eager(mod: Any) -> None:
-    scores = torch.randn(2, 4, 24, 24)
-    found = graph_value(trace(mod, "score"), *indices(), scores)
-    torch.testing.assert_close(found.expand_as(scores), mod(scores, *indices()))
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        (masks.sliding_window(1), masks.sliding_window(4096)),
-        (masks.sink_window(0, 1), masks.sink_window(16, 2)),
-        (masks.tree(TREE, 0), masks.tree(TREE[:1, :1], 500)),
-    ],
-    ids=["sliding_window", "sink_window", "tree"],
-)
-def test_fc58_another_number_is_the_same_kernel(first: Any, second: Any) -> None:
-    assert trace(first, "mask").graph.key == trace(second, "mask").graph.key
-
-
-def test_fc58_another_number_is_the_same_score_rule() -> None:
-    for first, second in ((masks.alibi(8), masks.alibi(71)), (masks.softcap(1), masks.softcap(50))):
-        assert trace(first, "score").graph.key == trace(second, "score").graph.key
