@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +15,7 @@ from flexdecode.block_counts import BlockCounts, count_blocks, valid_keys
 from flexdecode.block_mask import BlockMask
 from flexdecode.kernels.configs import MIN_SHARE, DecodeConfig, Device, ceil_div
 from flexdecode.kernels.layout import Layout, kernel_block_size
-from flexdecode.plan import Lists, balanced_items, choose_plan, device_of
+from flexdecode.plan import Lists, balanced_items, block_owners, choose_plan, device_of
 from flexdecode.problem import Problem, Request
 from flexdecode.tables import FULL, PARTIAL, Extent, table_states
 from flexdecode.undecided import IntervalReport, report_intervals
@@ -99,6 +99,10 @@ class Work:
         Those that have a block to work on.
     busiest, mean : float, blocks
         Work of the busiest program, and of the mean one among the busy.
+    states : Tensor, [B, heads, nQ, columns], uint8
+        Each block as listed: 0 not, 1 partial, 2 full. ``heads`` is 1 or the number of key heads.
+    owners : Tensor, [B, heads, nQ, columns], int64
+        Number of the share of its list that begins the block; -1 where it is not listed.
     """
 
     config: DecodeConfig
@@ -106,6 +110,8 @@ class Work:
     busy: int
     busiest: float
     mean: float
+    states: Tensor = field(repr=False, compare=False)
+    owners: Tensor = field(repr=False, compare=False)
 
     @property
     def balanced(self) -> bool:
@@ -404,7 +410,8 @@ def _work(
     listed = states > 0
     if lists is None:
         listed = listed & (keys > 0)[:, None, None, :]
-    units = (listed.sum(-1) * steps).expand(problem.B, heads, layout.nQ).reshape(-1)
+    lists_of = (problem.B, heads, layout.nQ)
+    units = (listed.sum(-1) * steps).expand(lists_of).reshape(-1)
     if config.plan_rows:
         items = balanced_items(units, layout.inner, config.processors)
     else:
@@ -418,7 +425,9 @@ def _work(
     busiest = float(torch.minimum(share, units).max()) / steps if busy else 0.0
     rows = queries * (problem.Hkv // heads * problem.G)
     parts = int((working * rows)[working > 1].sum())
-    return Work(config, layout.programs, busy, busiest, mean), parts
+    states = (states * listed).expand(*lists_of, -1)
+    owners = block_owners(states, share.view(lists_of), steps)
+    return Work(config, layout.programs, busy, busiest, mean, states, owners), parts
 
 
 def _traffic(

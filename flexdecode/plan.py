@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from flexdecode.kernels.call import BlockTables
     from flexdecode.problem import Problem
 
-__all__ = ["Lists", "balanced_items", "choose_plan", "device_of", "length_bucket"]
+__all__ = ["Lists", "balanced_items", "block_owners", "choose_plan", "device_of", "length_bucket"]
 
 _TUNABLE = ("BLOCK_M", "BLOCK_N", "num_splits", "num_stages", "num_warps")
 
@@ -142,3 +142,26 @@ def balanced_items(units: Tensor, inner: int, processors: int) -> Tensor:
     if waves * longest * 8 <= configs.ceil_div(total, slots) * 9:
         share = max(longest, 1)
     return (-(-units // share)).clamp(min=1)
+
+
+def block_owners(states: Tensor, share: Tensor, steps: int) -> Tensor:
+    """Which share of its list each block falls into, full blocks first as in the kernels.
+
+    Parameters
+    ----------
+    states : Tensor, [..., columns], uint8
+        0 not listed, 1 partial, 2 full.
+    share : Tensor, [...], int64
+        Steps of each share.
+    steps : int
+        Steps of a block.
+
+    Returns
+    -------
+    Tensor, [..., columns], int64
+        Number of the share that begins the block; -1 where it is not listed.
+    """
+    full, listed = states == 2, states > 0
+    behind = full.sum(-1, keepdim=True) + (states == 1).cumsum(-1)
+    place = torch.where(full, full.cumsum(-1), behind) - 1
+    return torch.where(listed, place * steps // share[..., None].clamp(min=1), -1)

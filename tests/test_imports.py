@@ -40,6 +40,7 @@ MAY_IMPORT = {
     "demo": "flexdecode tables visualize",
     "device_tables": "codegen kernels tables",
     "distributed": "api checks merging",
+    "drawing": "",
     "evaluate": "graph operations proxies trace",
     "explanation": "api block_counts block_mask kernels.configs kernels.layout mods plan problem "
     "tables undecided",
@@ -65,7 +66,7 @@ MAY_IMPORT = {
     "tables": "block_states device_tables trace",
     "trace": "closures graph mods operations proxies",
     "undecided": "block_states graph intervals trace",
-    "visualize": "tables",
+    "visualize": "api block_mask drawing explanation mods tables",
 }
 
 
