@@ -5,7 +5,7 @@ from flexdecode.block_mask import BlockMask, create_block_mask
 from flexdecode.codegen import show_code
 from flexdecode.compilation import compile_count
 from flexdecode.explanation import Explanation, explain
-from flexdecode.merging import merge_attentions
+from flexdecode.merging import merge_attentions, merge_attentions_
 from flexdecode.mods import and_masks, mask_mod, not_mask, or_masks
 from flexdecode.quantization import QuantizedTensor, dequantize, quantize
 
@@ -23,6 +23,7 @@ __all__ = [
     "explain",
     "mask_mod",
     "merge_attentions",
+    "merge_attentions_",
     "not_mask",
     "or_masks",
     "quantize",

@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from flexdecode.kernels.call import BlockTables, DecodeCall, Mod
 from flexdecode.kernels.configs import Device, choose_config
 from flexdecode.kernels.launch import decode
+from flexdecode.kernels.merge import launch_merge, launch_merge_backward
 
 TARGETS = {
     "cuda:80": (GPUTarget("cuda", 80, 32), Device(processors=108, shared_memory=166912)),
@@ -179,6 +181,28 @@ def launches_intercepted(target, act):
         JITFunction.run = original
 
 
+def merges():
+    """Yield titles and launches of merges: of lists, of stacks, of unlike strides, backward."""
+    for title, dtype, parts, stacked, strided in (
+        ("merge of a list", torch.bfloat16, 16, False, False),
+        ("merge of unlike strides", torch.float16, 2, False, True),
+        ("merge of a stack", torch.float64, 20, True, False),
+    ):
+        shape, each = (4, 8, 1), 1 if stacked else parts
+        lead = (parts,) if stacked else ()
+        outs = [torch.empty(*lead, *shape, 128, dtype=dtype) for _ in range(each)]
+        lses = [torch.empty(*lead, *shape) for _ in range(each)]
+        if strided:
+            outs[0] = outs[0].view(8, 4, 1, 128).transpose(0, 1)
+        sinks = torch.empty(8) if strided else None
+        out, lse = torch.empty(*shape, 128, dtype=dtype), torch.empty(shape)
+        grads = torch.empty(parts, *shape, 128, dtype=dtype), torch.empty(parts, *shape)
+        rows = torch.empty(shape) if strided else None
+        yield title, partial(launch_merge, outs, lses, sinks, out, lse, stacked=stacked)
+        run = partial(launch_merge_backward, outs, lses, sinks, out, lse, *grads, rows)
+        yield f"{title}, backward", partial(run, stacked=stacked)
+
+
 def resources(compiled):
     """Registers and local memory (spills), in bytes a thread, of a CUDA binary."""
     tools = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -195,7 +219,8 @@ def compile_variants(name):
     """Compile every variant of a target and print what came out."""
     target, device = TARGETS[name]
     variants = EVERYWHERE | (ON_ONE_TARGET if name == "cuda:90" else {})
-    for title, variant in variants.items():
+    calls = [(t, lambda v=v: decode(*make_call(v, device))) for t, v in variants.items()]
+    for title, launch in (*calls, *merges()):
 
         def act(kernel, source, options, key, title=title):
             compiled = triton.compile(source, target=target, options=options)
@@ -213,7 +238,7 @@ def compile_variants(name):
             print(json.dumps(record), flush=True)
 
         with launches_intercepted(target, act):
-            decode(*make_call(variant, device))
+            launch()
 
 
 def count_keys():

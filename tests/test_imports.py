@@ -53,7 +53,7 @@ MAY_IMPORT = {
     "mask_algebra": "block_predicates mask_arguments",
     "mask_arguments": "checks trace",
     "masks": "masks mods",
-    "merging": "checks",
+    "merging": "kernels",
     "mods": "",
     "operations": "graph proxies",
     "plan": "kernels.configs problem",
