@@ -1,6 +1,7 @@
 """Decode attention whose mask and score rule are ordinary Python functions."""
 
 from flexdecode.api import AuxOutput, AuxRequest, attention
+from flexdecode.appending import append_kv
 from flexdecode.block_mask import BlockMask, create_block_mask
 from flexdecode.codegen import show_code
 from flexdecode.compilation import compile_count
@@ -16,6 +17,7 @@ __all__ = [
     "Explanation",
     "QuantizedTensor",
     "and_masks",
+    "append_kv",
     "attention",
     "compile_count",
     "create_block_mask",

@@ -13,6 +13,7 @@ from flexdecode import checks
 from flexdecode.backends import choose_backend, load_backend
 from flexdecode.block_mask import BlockMask
 from flexdecode.mask_arguments import check_captures
+from flexdecode.packed import PackedQueries, tile_size
 from flexdecode.problem import Problem, Request
 from flexdecode.trace import trace
 
@@ -104,18 +105,24 @@ def attention(
         ``BlockMask`` is taken too, with its rule that the first query sits on position 0.
     scale : float, default ``D ** -0.5``
         Multiplies the dot product, before `bias` and `score_mod`.
-    kv_len : int or Tensor [B], int32 or int64, tokens; default ``Lkv``
+    kv_len : int or Tensor [B], int32 or int64, tokens; default ``Lkv - kv_start``
         Valid keys of each sequence; shapes ``[]`` and ``[1]`` stand for all of them. Data, not
         shape: a new value neither syncs nor recompiles. A tensor's values are clamped to
-        ``[0, Lkv]``, an int outside is an error.
-    kv_start : Tensor [B], int32 or int64, tokens, optional
-        First slot of each sequence. Not supported yet.
+        ``[0, Lkv - kv_start]``, an int outside of ``[0, Lkv]`` is an error.
+    kv_start : Tensor [B], int32 or int64, slots, optional
+        First slot of each sequence: its keys are slots ``kv_start + [0, kv_len)``, and ``kv_idx``
+        counts from there. Left padding; with one batch of k and v for all, packed keys, gaps
+        allowed (``kv_len`` is required then); with pages, slot s is on page ``s // page_size``.
     q_offset : int or Tensor [B], int32 or int64, tokens; default ``kv_len - Lq``
         Position of the first query row; may be negative.
     page_table : Tensor [B, max_pages], int32, optional
-        Physical page of each logical page. Not supported yet.
-    cu_seqlens_q : Tensor [B + 1], int32, optional
-        Starts of packed queries. Not supported yet.
+        Pages of each sequence; k and v are then ``[num_pages, Hkv, page_size, D]``, any strides,
+        any page size, and `kv_len` is required. Pages may be shared and repeated; entries past
+        the length are never read.
+    cu_seqlens_q : Tensor [B + 1], int32 or int64, rows, optional
+        Packed queries: q is ``[1, Hq, total_q, D]``, and sequence b has rows ``cu_seqlens_q[b]``
+        to ``cu_seqlens_q[b + 1]``, none perhaps. ``q_offset`` defaults to ``kv_len[b]`` minus its
+        own number of queries. The block mask must be lazy or bound.
     bias : Tensor, [B or 1, Hq or 1, Lq, Lkv], floating point, any strides, optional
         Added to the scaled score before `score_mod`, indexed by row and ``kv_idx``.
     sinks : Tensor, [Hq], floating point, logits in natural units, optional
@@ -246,21 +253,30 @@ def prepare(
     name : str
         The backend that is to run it.
     """
-    if kv_start is not None or page_table is not None or cu_seqlens_q is not None:
-        checks.check_not_yet(kv_start=kv_start, page_table=page_table, cu_seqlens_q=cu_seqlens_q)
-    checks.check_qkv(q, k, v)
-    checks.check_grad(q, k, v)
     if block_mask is not None:
         if not isinstance(block_mask, BlockMask):
             checks.check_mask(block_mask)
             block_mask = BlockMask.from_torch(block_mask)
         kv_len = block_mask.inherit("kv_len", kv_len)
         q_offset = block_mask.inherit("q_offset", q_offset)
-    k, v = _without_repeats(q, k, v)
-    problem = _problem(q, k, v, scale, kv_len, q_offset)
+        kv_start = block_mask.inherit("kv_start", kv_start)
+        page_table = block_mask.inherit("page_table", page_table)
+        cu_seqlens_q = block_mask.inherit("cu_seqlens_q", cu_seqlens_q)
+    sequences = None
+    if cu_seqlens_q is not None:
+        where = q.device if isinstance(q, Tensor) else torch.device("cpu")
+        sequences = checks.check_cu_seqlens(cu_seqlens_q, where)
+    checks.check_qkv(q, k, v, sequences, page_table is not None)
+    checks.check_grad(q, k, v)
+    if page_table is None:
+        k, v = _without_repeats(q, k, v)
+    problem = _problem(q, k, v, scale, kv_len, q_offset, kv_start, page_table, sequences)
+    if cu_seqlens_q is not None:
+        packed = _packed(problem, cu_seqlens_q, block_mask)
+        problem = dataclasses.replace(problem, packed=packed)
     if bias is not None:
         bias = checks.check_bias(
-            bias, problem.B, problem.Hq, problem.Lq, problem.Lkv, problem.device
+            bias, problem.q_batch, problem.Hq, problem.Lq, problem.Lkv, problem.device
         )
     if sinks is not None:
         sinks = checks.check_sinks(sinks, problem.Hq, problem.device)
@@ -308,22 +324,42 @@ def _problem(
     scale: float | None,
     kv_len: int | Tensor | None,
     q_offset: int | Tensor | None,
+    kv_start: Tensor | None,
+    page_table: Tensor | None,
+    sequences: int | None,
 ) -> Problem:
     B, Hq, Lq, D = q.shape
     Bkv, Hkv, Lkv, _ = k.shape
     device = q.device
-    if kv_len is None:
-        kv_len = Lkv
-    else:
+    if sequences is not None:
+        B = sequences
+    if page_table is not None:
+        page_table = checks.check_page_table(page_table, k, B, kv_len)
+        Lkv *= page_table.shape[1]
+    if kv_len is not None:
         kv_len = checks.check_rows("kv_len", kv_len, B, device, 0, Lkv)
+    elif kv_start is None:
+        kv_len = Lkv
+    if kv_start is not None:
+        kv_start = checks.check_kv_start(kv_start, B, device)
+        if kv_len is None:
+            if Bkv == 1 and B > 1:
+                raise ValueError(
+                    f"kv_len: expected an int or a tensor of shape [{B}] where kv_start places "
+                    "all sequences in one, got None"
+                )
+            kv_len = Lkv - kv_start
+        elif not isinstance(kv_len, Tensor):
+            kv_len = torch.full((B,), kv_len, dtype=torch.int32, device=device)
+    assert kv_len is not None
     if q_offset is not None:
         bound = checks.MAX_POSITION
         q_offset = checks.check_rows("q_offset", q_offset, B, device, -bound, bound)
         if isinstance(q_offset, Tensor):
             q_offset = q_offset.to(torch.int64)
-    elif isinstance(kv_len, int):
+    elif isinstance(kv_len, int) and sequences is None:
         q_offset = kv_len - Lq
-    return Problem(
+    problem = Problem(
         B=B,
         Hq=Hq,
         Hkv=Hkv,
@@ -338,4 +374,23 @@ def _problem(
         device=device,
         kv_len=kv_len,
         offset=q_offset,
+        kv_start=kv_start,
+        page_table=page_table,
     )
+    if page_table is not None and checks.is_checking():
+        slots = problem.kv_len_rows() + (0 if kv_start is None else kv_start)
+        checks.check_pages(page_table, Bkv, slots, k.shape[2])
+    return problem
+
+
+def _packed(
+    problem: Problem, cu_seqlens_q: Tensor, block_mask: BlockMask | None
+) -> PackedQueries | None:
+    if block_mask is not None:
+        found = block_mask.packed_queries(problem.Lq)
+        if found is not None:
+            return found
+    checks.check_starts(cu_seqlens_q, problem.Lq)
+    block = 128 if block_mask is None else block_mask.BLOCK_SIZE[0]
+    size = tile_size(block, problem.Lq, problem.B)
+    return PackedQueries.of(cu_seqlens_q, problem.Lq, size)

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from flexdecode.block_counts import BlockCounts
     from flexdecode.bound_mask import BoundMask
     from flexdecode.explanation import Explanation
+    from flexdecode.packed import PackedQueries
     from flexdecode.problem import Problem
 
 __all__ = ["BlockMask", "ResolvedMask", "create_block_mask"]
@@ -567,7 +568,8 @@ class BlockMask:
         Parameters
         ----------
         batch, heads, q_len : int
-            Of q; `heads` are query heads.
+            Of q; `heads` are query heads. With `cu_seqlens_q`, `batch` counts sequences and
+            `q_len` all rows of q.
         kv_len : int or Tensor [batch], int32 or int64
             Valid keys of each sequence; a tensor is kept by reference.
         kv_capacity : int, optional
@@ -575,7 +577,8 @@ class BlockMask:
         q_offset : int or Tensor [batch], optional
             Position of the first row, default ``kv_len - q_len``.
         kv_start, page_table, cu_seqlens_q : Tensor, optional
-            Not supported yet.
+            As in `attention`, kept by reference. Packed queries are cut into tiles about as long
+            as a sequence has queries, which may make ``BLOCK_SIZE[0]`` smaller than the mask's.
         device : torch.device or str, optional
             Of the buffers; default that of the tensors given or captured.
 
@@ -590,13 +593,6 @@ class BlockMask:
         """
         from flexdecode.bound_mask import bind_mask
 
-        for name, value in (
-            ("kv_start", kv_start),
-            ("page_table", page_table),
-            ("cu_seqlens_q", cu_seqlens_q),
-        ):
-            if value is not None:
-                raise NotImplementedError(f"{name}: not supported by bind() yet")
         return bind_mask(
             self,
             batch=batch,
@@ -604,9 +600,27 @@ class BlockMask:
             q_len=q_len,
             kv_len=kv_len,
             kv_capacity=kv_capacity,
+            kv_start=kv_start,
             q_offset=q_offset,
+            page_table=page_table,
+            cu_seqlens_q=cu_seqlens_q,
             device=device,
         )
+
+    def packed_queries(self, total_q: int) -> PackedQueries | None:
+        """Tiles of packed queries that the mask has already made.
+
+        Raises
+        ------
+        ValueError
+            The mask has rows of its own, which say nothing of packed queries.
+        """
+        if self.kind not in ("lazy", "bound"):
+            raise ValueError(
+                "block_mask: expected a lazy or bound mask with cu_seqlens_q, got one that is "
+                f"{self.kind}; leave out Q_LEN and KV_LEN, or bind it with cu_seqlens_q"
+            )
+        return None
 
     def inherit(self, name: str, given: Any) -> Any:
         """Return argument `name` of `attention`, from the mask where the call leaves it out.
@@ -667,7 +681,12 @@ class BlockMask:
             offset,
             self.BLOCK_SIZE,
             problem.device,
+            kv_start=problem.kv_start,
+            packed=problem.packed,
         )
+        if problem.packed is not None:
+            block = (problem.packed.BLOCK_Q, self.BLOCK_SIZE[1])
+            extent = replace(extent, BLOCK_SIZE=block)
         return ResolvedMask(mask, cached_tables(mask, extent), offset)
 
     def _was_built_for(self, problem: Problem, offset: int | Tensor | None) -> bool:

@@ -18,8 +18,10 @@ from torch.nn.functional import pad
 
 from flexdecode.evaluate import evaluate
 from flexdecode.intervals import BlockAnalysis, Boxes
+from flexdecode.problem import clamped_lengths
 
 if TYPE_CHECKING:
+    from flexdecode.packed import PackedQueries, Run
     from flexdecode.trace import Traced
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "Strip",
     "block_states",
     "block_strips",
+    "packed_states",
     "undecided_boxes",
 ]
 
@@ -58,12 +61,18 @@ class Extent:
     Lq, Lkv : int
         Query rows, and capacity of the keys.
     kv_len : int or Tensor [B], int32 or int64
-        Valid keys; tensor values are clamped to ``[0, Lkv]``.
+        Valid keys; tensor values are clamped to ``[0, Lkv - kv_start]``.
     q_offset : int, Tensor [B] of int32 or int64, or None
         Position of the first query row; None stands for ``kv_len - Lq``.
     BLOCK_SIZE : (int, int)
         Queries and keys of a block.
     device : torch.device
+    kv_start : Tensor [B], int32 or int64, or None
+        First slot of each sequence.
+    packed : PackedQueries or None
+        Rows of blocks are its tiles then, in tables of batch 1; `B` counts sequences.
+    first_b : int
+        What the mask sees as ``b`` of the first sequence.
     """
 
     B: int
@@ -74,21 +83,50 @@ class Extent:
     q_offset: int | Tensor | None
     BLOCK_SIZE: tuple[int, int]
     device: torch.device
+    kv_start: Tensor | None = None
+    packed: PackedQueries | None = None
+    first_b: int = 0
 
     def num_blocks(self) -> tuple[int, int]:
         """Rows and columns of blocks."""
-        return -(-self.Lq // self.BLOCK_SIZE[0]), -(-self.Lkv // self.BLOCK_SIZE[1])
+        columns = -(-self.Lkv // self.BLOCK_SIZE[1])
+        if self.packed is not None:
+            return self.packed.num_tiles, columns
+        return -(-self.Lq // self.BLOCK_SIZE[0]), columns
+
+    def table_batch(self) -> int:
+        """First size of the tables."""
+        return self.B if self.packed is None else 1
 
     def entries(self) -> int:
         """Blocks in all."""
         nQ, nKV = self.num_blocks()
-        return self.B * self.H * nQ * nKV
+        return self.table_batch() * self.H * nQ * nKV
+
+    def cut(self, run: Run) -> Extent:
+        """Extent of one run of packed queries."""
+
+        def some(x: int | Tensor | None) -> int | Tensor | None:
+            return x[run.sequences] if isinstance(x, Tensor) and x.dim() else x
+
+        kv_len, start = some(self.kv_len), some(self.kv_start)
+        assert kv_len is not None and not isinstance(start, int)
+        return replace(
+            self,
+            B=run.count,
+            Lq=run.q_len,
+            kv_len=kv_len,
+            q_offset=some(self.q_offset),
+            kv_start=start,
+            packed=None,
+            first_b=self.first_b + run.first,
+        )
 
     def for_mask(self, mask: Traced) -> Extent:
         """Return it with B and H of 1 where neither `mask` nor the lengths need them."""
         kv_len, q_offset = self.kv_len, self.q_offset
         if isinstance(kv_len, Tensor):
-            kv_len = kv_len.to(torch.int64).clamp(0, self.Lkv)
+            kv_len = clamped_lengths(kv_len, self.kv_start, self.Lkv)
         if q_offset is None:
             q_offset = kv_len - self.Lq
         elif isinstance(q_offset, Tensor):
@@ -108,10 +146,11 @@ class Extent:
         by_batch = "b" in uses or isinstance(kv_len, Tensor) or isinstance(q_offset, Tensor)
         return replace(
             self,
-            B=self.B if by_batch else 1,
+            B=self.B if by_batch or self.packed is not None else 1,
             H=self.H if "h" in uses else 1,
             kv_len=kv_len,
             q_offset=q_offset,
+            kv_start=self.kv_start if isinstance(kv_len, Tensor) else None,
         )
 
 
@@ -134,6 +173,20 @@ def block_states(mask: Traced, extent: Extent) -> Tensor:
     strip = _classified_strip(mask, reduced, BlockAnalysis(mask, extent.device))
     missing = reduced.num_blocks()[1] - strip.states.shape[3] - strip.first_column
     return pad(strip.states, (strip.first_column, missing))
+
+
+def packed_states(mask: Traced, extent: Extent) -> Tensor:
+    """Block states of packed queries, run by run: [1, Ht, tiles, nKV], uint8; on the CPU."""
+    assert extent.packed is not None
+    heads = extent.H if "h" in mask.graph.uses else 1
+    shape = (1, heads, *extent.num_blocks())
+    states = torch.zeros(shape, dtype=torch.uint8, device=extent.device)
+    for run in extent.packed.runs():
+        part = block_states(mask, extent.cut(run))
+        rows = run.count * part.shape[2]
+        part = part.expand(run.count, -1, -1, -1).transpose(0, 1).reshape(heads, rows, -1)
+        states[0, :, run.tile : run.tile + rows] = part
+    return states
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,7 +268,7 @@ class _Squares:
         kv_len, offset = extent.kv_len, extent.q_offset
         assert offset is not None
         return _Place(
-            b=b,
+            b=b + extent.first_b,
             h=numbers // (columns * rows) % H,
             row=numbers // columns % rows * (self.size * extent.BLOCK_SIZE[0]),
             key=(numbers % columns + self.start) * (self.size * extent.BLOCK_SIZE[1]),
@@ -416,7 +469,7 @@ def _evaluated_states(mask: Traced, extent: Extent) -> Tensor:
     assert extent.q_offset is not None
 
     for b_part in _parts(Bt, b_most):
-        b = _axis(b_part, 0, device) if "b" in mask.graph.uses else 0
+        b = extent.first_b + (_axis(b_part, 0, device) if "b" in mask.graph.uses else 0)
         length, offset = _rows(kv_len, b_part), _rows(extent.q_offset, b_part)
         for h_part in _parts(Ht, h_most):
             h = _axis(h_part, 1, device) if "h" in mask.graph.uses else 0

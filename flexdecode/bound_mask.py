@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from flexdecode.block_mask import BlockMask, ResolvedMask
+from flexdecode.checks import check_cu_seqlens, check_starts
 from flexdecode.mask_arguments import check_captures, count, find_device, is_same, shown
+from flexdecode.packed import PackedQueries, tile_size
 from flexdecode.tables import Extent, Tables, build_into, build_tables
 from flexdecode.trace import trace
 
@@ -25,7 +27,18 @@ class BoundMask(BlockMask):
 
     The buffers are a snapshot until `update`. Scores and the predicates of partial blocks read
     live values at every call; tables that are out of date are the caller's error.
+
+    Attributes
+    ----------
+    kv_start, page_table : Tensor or None
+        As bound.
+    packed : PackedQueries or None
+        Tiles of packed queries, rewritten by `update`.
     """
+
+    kv_start: Tensor | None = None
+    page_table: Tensor | None = None
+    packed: PackedQueries | None = None
 
     def update(self, kv_len: int | None = None) -> None:
         """Rewrite the tables from the tensors as they are now.
@@ -68,6 +81,8 @@ class BoundMask(BlockMask):
         assert self.mask_mod is not None and self.tables is not None
         device = self.tables.kv_indices.device
         with torch.no_grad():
+            if self.packed is not None:
+                self.packed.update()
             build_into(self.tables, trace(self.mask_mod, "mask"), _extent(self, device))
 
     def inherit(self, name: str, given: Any) -> Any:
@@ -78,7 +93,13 @@ class BoundMask(BlockMask):
         ValueError
             The call gives something different.
         """
-        own = {"kv_len": self.kv_len, "q_offset": self.q_offset}.get(name)
+        own = {
+            "kv_len": self.kv_len,
+            "q_offset": self.q_offset,
+            "kv_start": self.kv_start,
+            "page_table": self.page_table,
+            "cu_seqlens_q": None if self.packed is None else self.packed.cu_seqlens,
+        }.get(name)
         if given is None or (own is None and name == "q_offset"):
             return own if given is None else given
         if own is None or not is_same(own, given):
@@ -88,6 +109,15 @@ class BoundMask(BlockMask):
                 f"{shown(given)}; leave it out, or bind the mask to it"
             )
         return own
+
+    def packed_queries(self, total_q: int) -> PackedQueries | None:
+        """Tiles of the last `update`."""
+        if self.packed is not None and total_q != self.packed.total:
+            raise ValueError(
+                f"q: expected {self.packed.total} rows, to which the block_mask is bound, got "
+                f"{total_q}"
+            )
+        return self.packed
 
     def resolve(self, problem: Problem, q_offset_given: bool) -> ResolvedMask:
         """Hand out the tables of the last `update`; sizes and lengths must be those bound."""
@@ -143,7 +173,10 @@ def bind_mask(
     q_len: int,
     kv_len: int | Tensor,
     kv_capacity: int | None,
+    kv_start: Tensor | None,
     q_offset: int | Tensor | None,
+    page_table: Tensor | None,
+    cu_seqlens_q: Tensor | None,
     device: torch.device | str | None,
 ) -> BoundMask:
     """Build the tables of one decode step; see `BlockMask.bind`."""
@@ -153,7 +186,8 @@ def bind_mask(
         )
     assert mask.mask_mod is not None
     traced = trace(mask.mask_mod, "mask")
-    where = find_device(device, (kv_len, q_offset, *traced.captures))
+    given = (kv_len, q_offset, kv_start, page_table, cu_seqlens_q)
+    where = find_device(device, (*given, *traced.captures))
     check_captures(traced, where)
     batch, heads, q_len = count("batch", batch), count("heads", heads), count("q_len", q_len)
     if kv_capacity is None:
@@ -173,10 +207,35 @@ def bind_mask(
         q_offset = mask.q_offset
     if isinstance(q_offset, Tensor):
         _check_tensor("q_offset", q_offset, batch, where)
+    if kv_start is not None:
+        if not isinstance(kv_start, Tensor):
+            raise TypeError(f"kv_start: expected a Tensor, got {type(kv_start).__name__}")
+        _check_tensor("kv_start", kv_start, batch, where)
+        if not isinstance(kv_len, Tensor):
+            raise TypeError(f"kv_len: expected a tensor [{batch}] with kv_start, got {kv_len}")
+    if page_table is not None:
+        if not isinstance(page_table, Tensor) or page_table.dtype != torch.int32:
+            raise TypeError(f"page_table: expected an int32 tensor, got {shown(page_table)}")
+        if page_table.dim() != 2 or page_table.shape[0] != batch or page_table.device != where:
+            raise ValueError(
+                f"page_table: expected shape [{batch}, max_pages] on {where}, got "
+                f"{list(page_table.shape)} on {page_table.device}"
+            )
+    packed, block = None, mask.BLOCK_SIZE
+    if cu_seqlens_q is not None:
+        if check_cu_seqlens(cu_seqlens_q, where) != batch:
+            raise ValueError(
+                f"cu_seqlens_q: expected shape [{batch + 1}] for a batch of {batch}, got "
+                f"{list(cu_seqlens_q.shape)}"
+            )
+        check_starts(cu_seqlens_q, q_len)
+        block = (tile_size(block[0], q_len, batch), block[1])
+        with torch.inference_mode(False), torch.no_grad():
+            packed = PackedQueries.of(cu_seqlens_q, q_len, block[0])
     mask.check_sharing(traced, batch, heads)
     bound = BoundMask(
         mask.mask_mod,
-        mask.BLOCK_SIZE,
+        block,
         "bound",
         batch,
         heads,
@@ -184,6 +243,9 @@ def bind_mask(
         kv_capacity,
         kv_len,
         q_offset,
+        kv_start=kv_start,
+        page_table=page_table,
+        packed=packed,
     )
     # Tensors made in inference mode could not be updated outside it.
     with torch.inference_mode(False), torch.no_grad():
@@ -202,6 +264,8 @@ def _extent(bound: BoundMask, device: torch.device) -> Extent:
         bound.q_offset,
         bound.BLOCK_SIZE,
         device,
+        kv_start=None if bound.kv_start is None else bound.kv_start.expand(bound.B),
+        packed=bound.packed,
     )
 
 

@@ -5,7 +5,9 @@ The checks read shapes, dtypes and devices only: no tensor operation, no synchro
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
 import sys
 from typing import Any
 
@@ -14,16 +16,22 @@ from torch import Tensor
 
 __all__ = [
     "check_bias",
+    "check_cu_seqlens",
     "check_grad",
+    "check_kv_start",
     "check_mask",
-    "check_not_yet",
     "check_options",
+    "check_page_table",
+    "check_pages",
     "check_qkv",
     "check_return_aux",
     "check_rows",
     "check_scale",
     "check_score_mod",
     "check_sinks",
+    "check_starts",
+    "is_checking",
+    "reads_values",
 ]
 
 MAX_POSITION = 1 << 30  # positions beyond it would not stay exact in 32-bit kernels
@@ -55,8 +63,17 @@ def _kind(value: Any) -> str:
     )
 
 
-def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise unless q, k and v fit one another."""
+def check_qkv(q: Tensor, k: Tensor, v: Tensor, sequences: int | None, paged: bool) -> None:
+    """Raise unless q, k and v fit one another.
+
+    Parameters
+    ----------
+    q, k, v : Tensor
+    sequences : int or None
+        Where queries are packed.
+    paged : bool
+        k and v hold pages in place of sequences.
+    """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: expected a Tensor, got {type(x).__name__}")
@@ -71,6 +88,13 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     device = q.device
     B, Hq, _, D = q.shape
     Bkv, Hkv, Lkv, Dk = k.shape
+    if sequences is not None:
+        if B != 1:
+            raise ValueError(
+                f"q: expected batch 1 with cu_seqlens_q, [1, heads, total_q, head dim], got {B} "
+                f"(shape {list(q.shape)})"
+            )
+        B = sequences
     for name, x in (("k", k), ("v", v)):
         if x.dtype != dtype:
             raise TypeError(f"{name}: expected {dtype} to match q, got {x.dtype}")
@@ -81,8 +105,10 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"{name}: expected a head dim of at least 1, got shape {list(x.shape)}")
     if Dk != D:
         raise ValueError(f"k: expected head dim {D} to match q, got {Dk} (shape {list(k.shape)})")
-    if Bkv not in (B, 1):
+    if not paged and Bkv not in (B, 1):
         wanted = "batch 1" if B == 1 else f"batch {B} to match q, or 1"
+        if sequences is not None:
+            wanted = f"batch {B}, the sequences of cu_seqlens_q, or 1"
         raise ValueError(f"k: expected {wanted}, got {Bkv} (shape {list(k.shape)})")
     if v.shape[:3] != k.shape[:3]:
         raise ValueError(
@@ -93,11 +119,102 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"q: expected a multiple of k's {Hkv} heads, at least one, got {Hq} heads "
             f"(q {list(q.shape)}, k {list(k.shape)})"
         )
+    if paged and Lkv < 1:
+        raise ValueError(f"k: expected pages of at least one slot, got shape {list(k.shape)}")
     if Lkv > MAX_POSITION or q.shape[2] > MAX_POSITION:
         raise ValueError(
             f"{'k' if Lkv > MAX_POSITION else 'q'}: expected at most 2**30 positions, "
             f"got {max(Lkv, q.shape[2])}"
         )
+
+
+def check_cu_seqlens(cu_seqlens: Any, device: torch.device) -> int:
+    """Raise unless these may be starts of packed queries; return the number of sequences."""
+    name = "cu_seqlens_q"
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(f"{name}: expected a Tensor, got {type(cu_seqlens).__name__}")
+    if cu_seqlens.dtype != torch.int32 and cu_seqlens.dtype != torch.int64:
+        raise TypeError(f"{name}: expected an int32 or int64 tensor, got {cu_seqlens.dtype}")
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 1:
+        raise ValueError(
+            f"{name}: expected shape [sequences + 1], got shape {list(cu_seqlens.shape)}"
+        )
+    if cu_seqlens.device != device:
+        raise ValueError(f"{name}: expected device {device}, got {cu_seqlens.device}")
+    return len(cu_seqlens) - 1
+
+
+def check_starts(cu_seqlens: Tensor, total_q: int) -> None:
+    """Raise unless packed queries cover their rows; where looking waits for nothing."""
+    if not reads_values(cu_seqlens):
+        return
+    starts = cu_seqlens.tolist()
+    if starts[0] != 0 or starts[-1] != total_q:
+        raise ValueError(
+            f"cu_seqlens_q: expected to go from 0 to the {total_q} rows of q, got {starts[0]} to "
+            f"{starts[-1]}"
+        )
+    if any(end < start for start, end in itertools.pairwise(starts)):
+        raise ValueError(f"cu_seqlens_q: expected values that never fall, got {starts}")
+
+
+def check_page_table(page_table: Any, k: Tensor, B: int, kv_len: Any) -> Tensor:
+    """The page table, its last stride 1."""
+    name = "page_table"
+    if not isinstance(page_table, Tensor):
+        raise TypeError(f"{name}: expected a Tensor, got {type(page_table).__name__}")
+    if page_table.dtype != torch.int32:
+        raise TypeError(f"{name}: expected an int32 tensor, got {page_table.dtype}")
+    if page_table.dim() != 2 or page_table.shape[0] != B:
+        raise ValueError(
+            f"{name}: expected shape [{B}, max_pages], got shape {list(page_table.shape)}"
+        )
+    if page_table.device != k.device:
+        raise ValueError(f"{name}: expected device {k.device} to match k, got {page_table.device}")
+    if kv_len is None:
+        raise ValueError(
+            f"kv_len: expected an int or a tensor of shape [{B}] with {name}, got None"
+        )
+    if page_table.shape[1] * k.shape[2] > MAX_POSITION:
+        raise ValueError(
+            f"{name}: expected at most 2**30 slots for a sequence, got {page_table.shape[1]} pages "
+            f"of {k.shape[2]}"
+        )
+    return page_table if page_table.stride(1) == 1 else page_table.contiguous()
+
+
+def check_pages(page_table: Tensor, num_pages: int, lengths: Tensor, size: int) -> None:
+    """Raise where a page that is read does not exist; waits for the device.
+
+    Parameters
+    ----------
+    page_table : Tensor [B, entries], int32
+    num_pages : int
+        Of the pool.
+    lengths : Tensor [B], int64
+        Slots in use, those before the first key included.
+    size : int
+        Slots of a page.
+    """
+    entry = torch.arange(page_table.shape[1], device=page_table.device)
+    used = entry < -(-lengths // size)[:, None]
+    wrong = used & ((page_table < 0) | (page_table >= num_pages))
+    if bool(wrong.any()):
+        b, at = (int(n) for n in wrong.nonzero()[0])
+        raise ValueError(
+            f"page_table: expected pages in [0, {num_pages}), got {int(page_table[b, at])} at "
+            f"entry {at} of sequence {b}, which holds {int(lengths[b])} slots"
+        )
+
+
+def reads_values(x: Tensor) -> bool:
+    """True where values may be looked at: on the CPU, or anywhere under FLEXDECODE_CHECK=1."""
+    return x.device.type == "cpu" or is_checking()
+
+
+def is_checking() -> bool:
+    """True under FLEXDECODE_CHECK=1: values are checked too, which waits for the device."""
+    return os.environ.get("FLEXDECODE_CHECK") == "1"
 
 
 def check_grad(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -156,6 +273,15 @@ def check_rows(
     if not lowest <= number <= highest:
         raise ValueError(f"{name}: expected a value in [{lowest}, {highest}], got {number}")
     return number
+
+
+def check_kv_start(kv_start: Any, B: int, device: torch.device) -> Tensor:
+    """First slots as [B], left unread."""
+    if not isinstance(kv_start, Tensor):
+        raise TypeError(f"kv_start: expected an int32 or int64 tensor, got {_kind(kv_start)}")
+    found = check_rows("kv_start", kv_start, B, device, 0, MAX_POSITION)
+    assert isinstance(found, Tensor)
+    return found
 
 
 def check_bias(bias: Any, B: int, Hq: int, Lq: int, Lkv: int, device: torch.device) -> Tensor:
@@ -260,10 +386,3 @@ def check_options(options: Any) -> dict[str, Any]:
                 f"got {value!r}"
             )
     return options
-
-
-def check_not_yet(**arguments: Any) -> None:
-    """Raise for arguments of the contract that this version does not support."""
-    for name, value in arguments.items():
-        if value is not None:
-            raise NotImplementedError(f"{name}: not supported yet")

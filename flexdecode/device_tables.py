@@ -36,7 +36,7 @@ def build_device_tables(mask: Traced, extent: Extent, buffers: Tables | None = N
     from flexdecode.tables import Tables
 
     nQ, nKV = extent.num_blocks()
-    shape = (extent.B, extent.H, nQ, nKV)
+    shape = (extent.table_batch(), extent.H, nQ, nKV)
     if buffers is None:
         own = TableBuffers.empty(*shape, device=extent.device)
     else:
@@ -113,4 +113,6 @@ def _launch(mask: Traced, extent: Extent, buffers: object) -> None:
             Lq=extent.Lq,
             Lkv=extent.Lkv,
             BLOCK_SIZE=extent.BLOCK_SIZE,
+            kv_start=extent.kv_start,
+            tiles=None if extent.packed is None else extent.packed.tiles,
         )

@@ -67,7 +67,8 @@ def choose_plan(
     ----------
     problem : Problem
     lists : Lists or None
-        None where every key may be attended.
+        None where every key may be attended. Packed queries count as one sequence of many rows
+        of blocks.
     itemsize : int
         Bytes of an element of k and v.
     device : Device
@@ -83,17 +84,21 @@ def choose_plan(
     ragged = isinstance(problem.kv_len, Tensor)
     keys = problem.Lkv if isinstance(problem.kv_len, Tensor) else length_bucket(problem.kv_len)
     several = problem.B if ragged else 1
+    B, Lq = problem.B, problem.Lq
+    if problem.packed is not None:
+        B, Lq = problem.packed.num_tiles, problem.packed.BLOCK_Q
+        block_q, several, ragged = Lq, B, True
     if lists is not None:
         block_q, kv_block = lists.BLOCK_SIZE
         differ = max(lists.B, lists.heads, lists.nQ) > 1
-        several = problem.B * lists.heads * lists.nQ if differ else 1
+        several = problem.q_batch * lists.heads * lists.nQ if differ else 1
         if lists.columns is not None:
             keys = min(keys, lists.columns * kv_block)
     return configs.choose_config(
-        B=problem.B,
+        B=B,
         Hkv=problem.Hkv,
         G=problem.G,
-        Lq=problem.Lq,
+        Lq=Lq,
         D=problem.D,
         Dv=problem.Dv,
         itemsize=itemsize,

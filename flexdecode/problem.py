@@ -11,6 +11,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from flexdecode.block_mask import ResolvedMask
+    from flexdecode.packed import PackedQueries
     from flexdecode.trace import Traced
 
 __all__ = ["Problem", "Request", "Result"]
@@ -26,17 +27,27 @@ class Problem:
     Attributes
     ----------
     B, Hq, Hkv, G, Lq, Lkv, D, Dv, Bkv : int
-        Batch, query heads, key heads, ``Hq // Hkv``, query rows, capacity of the cache, head dims
-        of q/k and of v, and the batch of k/v (B, or 1 when shared).
+        Sequences, query heads, key heads, ``Hq // Hkv``, query rows (of all sequences where they
+        are packed), slots that a sequence can reach, head dims of q/k and of v, and the first size
+        of k/v (B, 1 when shared, or the number of pages).
     scale : float
         Multiplies the dot product.
     dtype, device
         Those of q.
     kv_len : int or Tensor [B], int32 or int64
-        Valid keys; a tensor may hold values outside ``[0, Lkv]``, see `kv_len_rows`.
+        Valid keys; a tensor may hold values outside ``[0, Lkv - kv_start]``, see `kv_len_rows`.
     offset : int, Tensor [B], int64, or None
         Position of each sequence's first query row; None stands for ``kv_len - Lq`` of a tensor
-        ``kv_len``, which kernels work out themselves. `q_offset` works it out here.
+        ``kv_len`` or of packed queries, which kernels work out themselves. `q_offset` works it out
+        here, where queries are not packed.
+    kv_start : Tensor [B], int32 or int64, or None
+        First slot of each sequence; ``kv_len`` is a tensor then.
+    page_table : Tensor [B, entries], int32, or None
+        Pages of each sequence's slots.
+    packed : PackedQueries or None
+        Which rows of q are whose; q then has a batch of 1.
+    first_b : int
+        What mods see as ``b`` of the first sequence.
     """
 
     B: int
@@ -53,6 +64,15 @@ class Problem:
     device: torch.device
     kv_len: int | Tensor
     offset: int | Tensor | None
+    kv_start: Tensor | None = None
+    page_table: Tensor | None = None
+    packed: PackedQueries | None = None
+    first_b: int = 0
+
+    @property
+    def q_batch(self) -> int:
+        """First size of q and of the output."""
+        return self.B if self.packed is None else 1
 
     @functools.cached_property
     def q_offset(self) -> int | Tensor:
@@ -64,9 +84,9 @@ class Problem:
         return self.kv_len - self.Lq
 
     def kv_len_rows(self) -> Tensor:
-        """Valid keys of each sequence: Tensor [B], int64, within ``[0, Lkv]``."""
+        """Valid keys of each sequence: Tensor [B], int64, within ``[0, Lkv - kv_start]``."""
         if isinstance(self.kv_len, Tensor):
-            return self.kv_len.to(torch.int64).clamp(0, self.Lkv)
+            return clamped_lengths(self.kv_len, self.kv_start, self.Lkv)
         return torch.full((self.B,), self.kv_len, dtype=torch.int64, device=self.device)
 
     def q_offset_rows(self) -> Tensor:
@@ -76,15 +96,23 @@ class Problem:
         return torch.full((self.B,), self.q_offset, dtype=torch.int64, device=self.device)
 
 
+def clamped_lengths(kv_len: Tensor, kv_start: Tensor | None, capacity: int) -> Tensor:
+    """Lengths [B], int64, between none and what the slots from `kv_start` on can hold."""
+    kv_len = kv_len.to(torch.int64)
+    if kv_start is None:
+        return kv_len.clamp(0, capacity)
+    return torch.minimum(kv_len, capacity - kv_start.to(torch.int64)).clamp(min=0)
+
+
 @dataclass(frozen=True, eq=False)
 class Request:
     """One attention call, ready to run: what every backend's ``run`` takes.
 
     Attributes
     ----------
-    q : Tensor, [B, Hq, Lq, D]
-    k : Tensor, [Bkv, Hkv, Lkv, D]
-    v : Tensor, [Bkv, Hkv, Lkv, Dv]
+    q : Tensor, [B, Hq, Lq, D], or [1, Hq, Lq, D] where packed
+    k : Tensor, [Bkv, Hkv, Lkv, D], or [Bkv, Hkv, page_size, D] with a page table
+    v : Tensor, like k with Dv
     problem : Problem
         Its offset is already the mask's own where the mask has one.
     score : Traced or None

@@ -14,9 +14,10 @@ from flexdecode.evaluate import evaluate
 from flexdecode.softmax import dots
 
 if TYPE_CHECKING:
+    from flexdecode.caches import CachePart
     from flexdecode.trace import Traced
 
-__all__ = ["Allowed", "Places", "Rows", "scored"]
+__all__ = ["Allowed", "Places", "Rows", "Uncut", "scored"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +31,31 @@ class Places:
 
 
 @dataclass(frozen=True, eq=False)
+class Uncut:
+    """The rows of a product, X sequences by Y key heads, and the cache that they read."""
+
+    q: Tensor  # [X, Y, M, D], scaled, float32; M = G * T
+    k: CachePart
+    v: CachePart
+    bias: Tensor | None  # [X or 1, Y or 1, G or 1, T, N]
+    places: Callable[[], Places]  # made when a mod asks
+
+    @property
+    def copies(self) -> bool:
+        """True where a cut of consecutive keys is a copy."""
+        return self.k.copies or self.v.copies
+
+    def cut(self, keys: slice | Tensor) -> Rows:
+        """Some keys: views for a slice where they can be, copies for a tensor of positions."""
+        bias = self.bias
+        if bias is not None:
+            bias = bias[..., keys] if isinstance(keys, slice) else bias.index_select(4, keys)
+        return Rows(self.q, self.k.cut(keys), self.v.cut(keys), bias, self.places)
+
+
+@dataclass(frozen=True, eq=False)
 class Rows:
-    """The rows of a product, X sequences by Y key heads, and what is theirs."""
+    """The rows of a product and the keys that they meet."""
 
     q: Tensor  # [X, Y, M, D], scaled, float32; M = G * T
     k: Tensor  # [X or 1, Y, N, D]
@@ -39,20 +63,10 @@ class Rows:
     bias: Tensor | None  # [X or 1, Y or 1, G or 1, T, N]
     places: Callable[[], Places]  # made when a mod asks
 
-    def cut(self, keys: slice | Tensor) -> Rows:
-        """Some keys: views for a slice, copies for a tensor of positions."""
-        if isinstance(keys, slice):
-            k, v = self.k[:, :, keys], self.v[:, :, keys]
-            bias = None if self.bias is None else self.bias[..., keys]
-        else:
-            k, v = self.k.index_select(2, keys), self.v.index_select(2, keys)
-            bias = None if self.bias is None else self.bias.index_select(4, keys)
-        return Rows(self.q, k, v, bias, self.places)
-
     def padded(self, keys: int) -> Rows:
         """As many keys, the last of them made up."""
         more = keys - self.k.shape[2]
-        bias = None if self.bias is None else pad(self.bias, (0, more))
+        bias = None if self.bias is None else pad(self.bias, (0, keys - self.bias.shape[4]))
         k, v = pad(self.k, (0, 0, 0, more)), pad(self.v, (0, 0, 0, more))
         return Rows(self.q, k, v, bias, self.places)
 

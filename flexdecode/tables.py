@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flexdecode.block_states import EMPTY, FULL, PARTIAL, Extent, Strip, block_states, block_strips
+from flexdecode.block_states import (
+    EMPTY,
+    FULL,
+    PARTIAL,
+    Extent,
+    Strip,
+    block_states,
+    block_strips,
+    packed_states,
+)
 from flexdecode.device_tables import build_device_tables
 
 if TYPE_CHECKING:
@@ -127,8 +136,11 @@ def build_tables(mask: Traced, extent: Extent, *, compact: bool | None = None) -
     -------
     Tables
     """
+    if extent.packed is not None and extent.device.type != "cuda":
+        states = packed_states(mask, extent)
+        return tables_from_mask_states(states, extent.BLOCK_SIZE, exact=True, compact=False)
     if compact is None:
-        compact = extent.for_kernels(mask).entries() > _PADDED_ENTRIES
+        compact = extent.for_kernels(mask).entries() > _PADDED_ENTRIES and extent.packed is None
     if compact:
         return _compact_tables(block_strips(mask, extent), extent.for_mask(mask))
     if extent.device.type == "cuda":
@@ -340,6 +352,7 @@ def cached_tables(mask: Traced, extent: Extent) -> Tables:
     """
     kv_len, q_offset, device = extent.kv_len, extent.q_offset, extent.device
     pure = not (mask.captures or isinstance(kv_len, Tensor) or isinstance(q_offset, Tensor))
+    pure = pure and extent.packed is None
     stream = 0
     if pure and device.type == "cuda":
         stream = torch.cuda.current_stream(device).cuda_stream

@@ -86,16 +86,25 @@ class DecodeCall:
     ----------
     q : Tensor, [B, Hq, Lq, D]
     k, v : Tensor, [B or 1, Hkv, Lkv, D] and [B or 1, Hkv, Lkv, Dv]
-        Any strides.
+        Any strides. With `page_table`, [pages, Hkv, page_size, D] and [pages, Hkv, page_size, Dv].
     out : Tensor, [B, Hq, Lq, Dv]
         Written; the last stride is 1.
     lse, max_scores : Tensor, [B, Hq, Lq], float32, contiguous, optional
         Written: natural log; -inf for a row that may attend to nothing.
     scale : float
     kv_len : int, or Tensor [B] of int32 or int64
-        Clamped to [0, Lkv] by the kernel.
+        Clamped by the kernel to what the cache holds from `kv_start` on.
     q_offset : int, or Tensor [B] of int32 or int64, or None
         Position of query row 0; None stands for ``kv_len - Lq``.
+    kv_start : Tensor [B] of int32 or int64, optional
+        First slot of each sequence.
+    page_table : Tensor, [B, entries], int32, last stride 1, optional
+        Entries of keys past ``kv_len`` are never read.
+    tiles : Tensor, [5, nQ], int32, contiguous, optional
+        Queries are packed: q is [1, Hq, Lq, D], and this says which of its rows are whose; see
+        `flexdecode.kernels.query_tiles`. Tables then have one row of blocks for each.
+    BLOCK_Q : int, optional
+        Queries of a tile, with `tiles`.
     tables : BlockTables, optional
         Without them every key is allowed, and a mask_mod is asked for the cut last block only:
         pass tables with a mask_mod.
@@ -113,6 +122,10 @@ class DecodeCall:
     scale: float
     kv_len: int | Tensor
     q_offset: int | Tensor | None = None
+    kv_start: Tensor | None = None
+    page_table: Tensor | None = None
+    tiles: Tensor | None = None
+    BLOCK_Q: int = 0
     lse: Tensor | None = None
     max_scores: Tensor | None = None
     tables: BlockTables | None = None
@@ -122,10 +135,24 @@ class DecodeCall:
     sinks: Tensor | None = None
     tf32: bool = False
 
+    @property
+    def page_size(self) -> int:
+        """Slots of a page, or 0."""
+        return 0 if self.page_table is None else self.k.shape[2]
+
+    @property
+    def capacity(self) -> int:
+        """Slots that a sequence can reach."""
+        if self.page_table is None:
+            return self.k.shape[2]
+        return self.page_table.shape[1] * self.k.shape[2]
+
     def block_size(self, BLOCK_N: int) -> tuple[int, int]:
         """Return queries and keys of a block as the kernels see them."""
         BLOCK_SIZE = None if self.tables is None else self.tables.BLOCK_SIZE
-        return kernel_block_size(BLOCK_SIZE, self.q.shape[2], self.k.shape[2], BLOCK_N)
+        Lq, capacity = self.q.shape[2], self.capacity
+        BLOCK_Q, KV_BLOCK = kernel_block_size(BLOCK_SIZE, Lq, capacity, BLOCK_N)
+        return (BLOCK_Q if self.tiles is None else self.BLOCK_Q), KV_BLOCK
 
 
 def vector_stride(vector: int | Tensor | None) -> tuple[Tensor | None, int, int]:

@@ -18,6 +18,7 @@ References
 import triton
 import triton.language as tl
 
+from flexdecode.kernels.pages import find_pages, page_rows
 from flexdecode.kernels.tiles import (
     LOG2E,
     accumulate_pieces,
@@ -27,8 +28,10 @@ from flexdecode.kernels.tiles import (
     drop_rows,
     finish_rows,
     load_kv_len,
+    load_kv_start,
     load_pieces,
     load_q_offset,
+    load_query_tile,
     loop_bound,
     online_softmax_update,
     scale_pieces,
@@ -42,13 +45,15 @@ from flexdecode.kernels.worklist import find_item, plan_items, share_of
 RUN_TIME = (
     "stride_qb stride_qh stride_ql stride_kb stride_kh stride_kn stride_vb stride_vh stride_vn "
     "stride_bb stride_bh stride_bl stride_bn stride_ob stride_oh stride_ol "
-    "parts stride_kv_len stride_q_offset stride_tb stride_th columns full_columns "
+    "stride_pb parts stride_kv_len stride_kv_start stride_q_offset "
+    "stride_tb stride_th columns full_columns "
     "stride_sb stride_sh stride_sq scale kv_len q_offset Hkv G Lq Lkv "
     "BLOCK_Q TG TQ rows heads nQ inner num_splits processors"
 ).split()
 # Small arrays that may be views at any address.
 ANY_ADDRESS = (
-    "bias_ptr sinks_ptr lse_ptr max_ptr kv_len_ptr q_offset_ptr kv_num_blocks_ptr "
+    "bias_ptr sinks_ptr page_table_ptr lse_ptr max_ptr kv_len_ptr kv_start_ptr q_offset_ptr "
+    "tiles_ptr kv_num_blocks_ptr "
     "kv_indices_ptr full_kv_num_blocks_ptr full_kv_indices_ptr block_state_ptr"
 ).split()
 
@@ -62,12 +67,15 @@ def attend(
     indices_ptr,  # block numbers, int32, or None: unit u is block first_block + u
     first_block,
     kv_len,
-    k_ptr,  # at this sequence and KV head
+    k_ptr,  # at this KV head and this sequence's first key; with pages, at page 0
+    stride_kb,
     stride_kn,
     stride_kd,
     v_ptr,
+    stride_vb,
     stride_vn,
     stride_vd,
+    pages,  # (this sequence's page numbers, its first slot), or None: keys follow one another
     bias_rows,  # [BLOCK_M, 1] pointers, or None
     stride_bn,
     state_rows,  # [BLOCK_M, 1] pointers, or None
@@ -92,6 +100,8 @@ def attend(
     DV_1: tl.constexpr,
     KV_BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WHOLE_PAGES: tl.constexpr,  # no unit crosses into another page
 ):
     """Attend to the units [first, last) of one list: partial blocks ask the mask, full ones don't.
 
@@ -105,17 +115,46 @@ def attend(
     v_rows = offs_n.to(tl.int64) * stride_vn  # [BLOCK_N]
     if indices_ptr is not None:
         next_block = tl.load(indices_ptr + first // SUBS, mask=first < last, other=0)
+    if PAGE_SIZE > 0:
+        if indices_ptr is None:
+            next_start = (first_block + first) * BLOCK_N
+        else:
+            next_start = next_block * KV_BLOCK + (first % SUBS) * BLOCK_N
+            next_unit = tl.minimum(first + 1, last - 1)
+            next_block = tl.load(indices_ptr + next_unit // SUBS, mask=first < last, other=0)
+        length = tl.where(first < last, kv_len, 0)
+        next_pages = find_pages(pages, next_start, offs_n, length, PAGE_SIZE, WHOLE_PAGES)
 
     for unit in tl.range(loop_bound(first), loop_bound(last)):
-        # -- which keys ----
-        if indices_ptr is None:
-            block = first_block + unit
-            start_n = block * BLOCK_N
+        # -- which keys: numbers of blocks and pages are fetched ahead, nothing waits for them ----
+        if PAGE_SIZE == 0:
+            if indices_ptr is None:
+                block = first_block + unit
+                start_n = block * BLOCK_N
+            else:
+                block = next_block
+                start_n = block * KV_BLOCK + (unit % SUBS) * BLOCK_N
+                next_block = tl.load(indices_ptr + tl.minimum(unit + 1, last - 1) // SUBS)
+            k_start = start_n.to(tl.int64) * stride_kn
+            v_start = start_n.to(tl.int64) * stride_vn
         else:
-            block = next_block
-            start_n = block * KV_BLOCK + (unit % SUBS) * BLOCK_N
-            # Fetched one unit ahead: nothing has to wait for a block's number.
-            next_block = tl.load(indices_ptr + tl.minimum(unit + 1, last - 1) // SUBS)
+            # What is carried must be computed anew: a loop that hands a value on is not pipelined.
+            start_n = next_start
+            block = start_n // KV_BLOCK
+            if indices_ptr is None:
+                next_start = start_n + BLOCK_N
+            else:
+                next_start = next_block * KV_BLOCK + ((unit + 1) % SUBS) * BLOCK_N
+                next_block = tl.load(indices_ptr + tl.minimum(unit + 2, last - 1) // SUBS)
+            page = next_pages
+            length = tl.where(unit + 1 < last, kv_len, 0)
+            next_pages = find_pages(pages, next_start, offs_n, length, PAGE_SIZE, WHOLE_PAGES)
+            k_start, k_rows = page_rows(
+                page, pages, start_n, offs_n, stride_kb, stride_kn, PAGE_SIZE, WHOLE_PAGES
+            )
+            v_start, v_rows = page_rows(
+                page, pages, start_n, offs_n, stride_vb, stride_vn, PAGE_SIZE, WHOLE_PAGES
+            )
         kv_idx = (start_n + offs_n)[None, :]  # [1, BLOCK_N]
         lane = real[:, None]
         present = None
@@ -127,9 +166,7 @@ def attend(
             lane = lane & present[None, :]
 
         # -- scores: q @ k in natural units, the user's rule, then log2 ----
-        k = load_pieces(
-            k_ptr + start_n.to(tl.int64) * stride_kn, k_rows, stride_kd, present, D, D_0, D_1
-        )
+        k = load_pieces(k_ptr + k_start, k_rows, stride_kd, present, D, D_0, D_1)
         qk = dot_pieces(q, k, INPUT_PRECISION)  # [BLOCK_M, BLOCK_N]
         if SCORE_MOD is None and bias_rows is None:
             qk = qk * (scale * LOG2E)
@@ -163,9 +200,7 @@ def attend(
 
         # -- online softmax, and the values; 0 * NaN is NaN, so unseen values must not be there ----
         p, m_i, l_i, alpha = online_softmax_update(qk, m_i, l_i)
-        v = load_pieces(
-            v_ptr + start_n.to(tl.int64) * stride_vn, v_rows, stride_vd, present, DV, DV_0, DV_1
-        )
+        v = load_pieces(v_ptr + v_start, v_rows, stride_vd, present, DV, DV_0, DV_1)
         if ASK_FULL or (PARTIAL and (MASK_MOD is not None or state_rows is not None)):
             v = drop_rows(v, seen_by_a_row(keep, real, BLOCK_N))
         acc = accumulate_pieces(acc, alpha, p, v, INPUT_PRECISION)
@@ -177,9 +212,10 @@ def attend(
 # share of its active blocks and one tile of BLOCK_M rows: TG query heads of the group times TQ
 # query rows, row m of the tile being head m // TQ and query m % TQ. Blocks of the table are
 # BLOCK_Q x KV_BLOCK; a tile never straddles two of its rows. A block is worked through in units
-# of BLOCK_N keys. Strides of k and v are in units of ALIGN elements, those of q and out in units
-# of ALIGN_Q: the product tells the compiler how wide it may load, while the strides stay run-time
-# values.
+# of BLOCK_N keys. Queries may be packed: q and out then have a batch of one, and tiles_ptr lists
+# nQ tiles of at most BLOCK_Q queries, each of one sequence, in place of rows of blocks. Strides of
+# k and v are in units of ALIGN elements, those of q and out in units of ALIGN_Q: the product tells
+# the compiler how wide it may load, while the strides stay run-time values.
 @triton.jit(do_not_specialize=RUN_TIME, do_not_specialize_on_alignment=ANY_ADDRESS)
 def _decode_kernel(
     q_ptr,  # [B, Hq, Lq, D]
@@ -203,6 +239,8 @@ def _decode_kernel(
     stride_bl: tl.int64,
     stride_bn: tl.int64,
     sinks_ptr,  # [Hq], or None
+    page_table_ptr,  # [B, pages] int32, or None; pages of k and v then stand in place of B
+    stride_pb: tl.int64,
     out_ptr,  # [B, Hq, Lq, DV]
     stride_ob: tl.int64,
     stride_oh: tl.int64,
@@ -213,8 +251,11 @@ def _decode_kernel(
     parts: tl.int64,
     kv_len_ptr,  # [B], or None
     stride_kv_len: tl.int64,
+    kv_start_ptr,  # [B], or None: where each sequence's keys begin
+    stride_kv_start: tl.int64,
     q_offset_ptr,  # [B], or None
     stride_q_offset: tl.int64,
+    tiles_ptr,  # [5, nQ] int32, see `load_query_tile`; or None
     kv_num_blocks_ptr,  # [B or 1, Hkv or 1, nQ] int32, or None: every key is allowed
     kv_indices_ptr,  # [B or 1, Hkv or 1, nQ, columns] int32
     full_kv_num_blocks_ptr,  # like kv_num_blocks, or None
@@ -247,10 +288,10 @@ def _decode_kernel(
     mask_args,
     SCORE_MOD: tl.constexpr,
     MASK_MOD: tl.constexpr,
-    DERIVE_OFFSET: tl.constexpr,  # q_offset = kv_len - Lq
+    DERIVE_OFFSET: tl.constexpr,  # q_offset = kv_len - queries of the sequence
     EXACT: tl.constexpr,  # full blocks end within kv_len
     ASK_FULL: tl.constexpr,  # those that do not are asked about like partial ones
-    ONE_QUERY: tl.constexpr,  # Lq == 1
+    ONE_QUERY: tl.constexpr,  # BLOCK_Q == 1
     ONE_TILE: tl.constexpr,  # nQ == 1, and one tile holds a list's queries and heads
     ROWS: tl.constexpr,  # power of two, at least rows, to balance items over rows; or 0
     ALIGN: tl.constexpr,
@@ -265,6 +306,7 @@ def _decode_kernel(
     KV_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,  # or 0
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -275,25 +317,11 @@ def _decode_kernel(
     pid = tl.program_id(0)
     item = pid // inner
     part_of_item = pid % inner
+    lengths = (kv_len_ptr, stride_kv_len, kv_len, kv_start_ptr, stride_kv_start, Lkv)
     if ROWS > 0:
-        items, ends = plan_items(
-            kv_len_ptr,
-            stride_kv_len,
-            kv_len,
-            Lkv,
-            kv_num_blocks_ptr,
-            full_kv_num_blocks_ptr,
-            stride_tb,
-            stride_th,
-            rows,
-            heads,
-            nQ,
-            inner,
-            processors,
-            ROWS,
-            KV_BLOCK,
-            BLOCK_N,
-        )
+        lists = (kv_num_blocks_ptr, full_kv_num_blocks_ptr, stride_tb, stride_th)
+        numbering = (rows, heads, nQ, inner, num_splits, processors)
+        items, ends = plan_items(lengths, lists, numbering, tiles_ptr, ROWS, KV_BLOCK, BLOCK_N)
         table_row, num_items, split = find_item(item, items, ends, ROWS)
         if table_row >= rows:
             return
@@ -315,30 +343,41 @@ def _decode_kernel(
         first_row = q_block * BLOCK_Q + part_of_item % q_tiles * TQ
         part_of_item = part_of_item // q_tiles
         last_row = tl.minimum(Lq, (q_block + 1) * BLOCK_Q)
-        if first_row >= last_row:
-            return
     # Either lists differ by KV head, or all KV heads work on the same one.
     head_kv = (table_row % heads + part_of_item).to(tl.int64)
-    b = table_row // heads
+    table_b = table_row // heads
+    b = table_b
+    q_len = Lq
+    position = first_row  # in the sequence, of the first row of this tile
+    if tiles_ptr is not None:
+        b, base, count, position, q_len = load_query_tile(tiles_ptr, nQ, q_block)
+        first_row = first_row - q_block * BLOCK_Q
+        last_row = tl.where(b >= 0, base + count, 0)
+        position += first_row
+        first_row += base
+    if not ONE_TILE:
+        if first_row >= last_row:
+            return
     b64 = b.to(tl.int64)
+    table_b = table_b.to(tl.int64)
 
     # -- my rows ----
     offs_m = tl.arange(0, BLOCK_M)
     if ONE_QUERY:
         head = first_head + offs_m  # [BLOCK_M], within the group
-        row = tl.zeros((BLOCK_M,), tl.int64)  # [BLOCK_M]
+        row = tl.zeros((BLOCK_M,), tl.int64) + first_row  # [BLOCK_M]
         real = (offs_m < TG) & (head < G)
     else:
         head = first_head + offs_m // TQ
         row = (first_row + offs_m % TQ).to(tl.int64)
         real = (offs_m < TG * TQ) & (head < G) & (row < last_row)
     head = head_kv * G + head
-    q_rows = (b64 * stride_qb + head * stride_qh + row * stride_ql) * ALIGN_Q
+    q_rows = (table_b * stride_qb + head * stride_qh + row * stride_ql) * ALIGN_Q
     q = load_pieces(q_ptr, q_rows, stride_qd, real, D, D_0, D_1)
 
     # -- my share of the active blocks, full ones first ----
-    kv_len = load_kv_len(kv_len_ptr, stride_kv_len, kv_len, b64, Lkv)
-    table_row = b64 * stride_tb + head_kv * stride_th + q_block
+    kv_len = load_kv_len(lengths, b64, None)
+    table_row = table_b * stride_tb + head_kv * stride_th + q_block
     full, partial = count_units(
         kv_num_blocks_ptr, full_kv_num_blocks_ptr, table_row, kv_len, KV_BLOCK, BLOCK_N
     )
@@ -349,17 +388,36 @@ def _decode_kernel(
         return
 
     # -- where my keys, biases and blocks are ----
-    k_ptr += (b64 * stride_kb + head_kv * stride_kh) * ALIGN
-    v_ptr += (b64 * stride_vb + head_kv * stride_vh) * ALIGN
+    k_ptr += head_kv * stride_kh * ALIGN
+    v_ptr += head_kv * stride_vh * ALIGN
+    stride_kb = stride_kb * ALIGN
     stride_kn = stride_kn * ALIGN
+    stride_vb = stride_vb * ALIGN
     stride_vn = stride_vn * ALIGN
+    pages = None
+    if PAGE_SIZE > 0:
+        pages = (page_table_ptr + b64 * stride_pb, load_kv_start(lengths, b64))
+    else:
+        k_ptr += b64 * stride_kb
+        v_ptr += b64 * stride_vb
+        if kv_start_ptr is not None:
+            start = load_kv_start(lengths, b64)
+            k_ptr += start * stride_kn
+            v_ptr += start * stride_vn
+    WHOLE_PAGES: tl.constexpr = (
+        PAGE_SIZE > 0
+        and PAGE_SIZE % BLOCK_N == 0
+        and KV_BLOCK % BLOCK_N == 0
+        and kv_start_ptr is None
+    )
     bias_rows = None
     if bias_ptr is not None:
-        bias_rows = bias_ptr + (b64 * stride_bb + head * stride_bh + row * stride_bl)[:, None]
+        bias_rows = bias_ptr + (table_b * stride_bb + head * stride_bh + row * stride_bl)[:, None]
     state_rows = None
     if block_state_ptr is not None:
         state_rows = (
-            block_state_ptr + (b64 * stride_sb + head * stride_sh + q_block * stride_sq)[:, None]
+            block_state_ptr
+            + (table_b * stride_sb + head * stride_sh + q_block * stride_sq)[:, None]
         )
     full_indices = None
     partial_indices = None
@@ -368,14 +426,14 @@ def _decode_kernel(
         if full_kv_num_blocks_ptr is not None:
             full_indices = full_kv_indices_ptr + table_row * full_columns
     q_offset = load_q_offset(
-        q_offset_ptr, stride_q_offset, q_offset, b64, kv_len, Lq, DERIVE_OFFSET
+        q_offset_ptr, stride_q_offset, q_offset, b64, kv_len, q_len, DERIVE_OFFSET
     )
     h = head.to(tl.int32)[:, None]  # [BLOCK_M, 1]
     if ONE_QUERY:
         # One position for all rows: a mask that ignores h is computed once, not per row.
-        q_idx = tl.zeros((1, 1), tl.int32) + q_offset
+        q_idx = tl.zeros((1, 1), tl.int32) + (q_offset + position)
     else:
-        q_idx = (q_offset + row.to(tl.int32))[:, None]  # [BLOCK_M, 1]
+        q_idx = (q_offset + position + offs_m % TQ)[:, None]  # [BLOCK_M, 1]
 
     # Drops nothing; keeps the compiler from waiting for q before the keys' addresses are known.
     q = drop_rows(q, real)
@@ -396,11 +454,14 @@ def _decode_kernel(
             0,
             kv_len,
             k_ptr,
+            stride_kb,
             stride_kn,
             stride_kd,
             v_ptr,
+            stride_vb,
             stride_vn,
             stride_vd,
+            pages,
             bias_rows,
             stride_bn,
             None,
@@ -425,6 +486,8 @@ def _decode_kernel(
             DV_1=DV_1,
             KV_BLOCK=KV_BLOCK,
             BLOCK_N=BLOCK_N,
+            PAGE_SIZE=PAGE_SIZE,
+            WHOLE_PAGES=WHOLE_PAGES,
         )
     carry = attend(
         carry,
@@ -435,11 +498,14 @@ def _decode_kernel(
         full,
         kv_len,
         k_ptr,
+        stride_kb,
         stride_kn,
         stride_kd,
         v_ptr,
+        stride_vb,
         stride_vn,
         stride_vd,
+        pages,
         bias_rows,
         stride_bn,
         state_rows,
@@ -464,18 +530,20 @@ def _decode_kernel(
         DV_1=DV_1,
         KV_BLOCK=KV_BLOCK,
         BLOCK_N=BLOCK_N,
+        PAGE_SIZE=PAGE_SIZE,
+        WHOLE_PAGES=WHOLE_PAGES,
     )
     m_i, l_i, acc = carry
     l_i = tl.sum(l_i, 1)  # [BLOCK_M]
 
     # -- the result, or this split's part of it ----
-    out_row = (b64 * Hkv * G + head) * Lq + row  # [BLOCK_M], of [B, Hq, Lq]
+    out_row = (table_b * Hkv * G + head) * Lq + row  # [BLOCK_M], of [B, Hq, Lq]
     if working == 1:
         sink = None
         if sinks_ptr is not None:
             sink = tl.load(sinks_ptr + head, mask=real, other=0.0)
         factor, lse, m = finish_rows(m_i, l_i, sink)
-        out_rows = (b64 * stride_ob + head * stride_oh + row * stride_ol) * ALIGN_Q
+        out_rows = (table_b * stride_ob + head * stride_oh + row * stride_ol) * ALIGN_Q
         store_pieces(out_ptr, out_rows, real, scale_pieces(acc, factor), DV, DV_0, DV_1)
         if lse_ptr is not None:
             tl.store(lse_ptr + out_row, lse, mask=real)

@@ -98,7 +98,7 @@ def make_plan(call: DecodeCall, config: DecodeConfig) -> Plan:
     """Work out everything about `call` but its tensors, lengths and mods' arguments."""
     q, k, v, out, tables = call.q, call.k, call.v, call.out, call.tables
     _, Hq, Lq, D = q.shape
-    Hkv, Lkv = k.shape[1:3]
+    Hkv = k.shape[1]
     Dv = v.shape[3]
     BLOCK_Q, KV_BLOCK = call.block_size(config.BLOCK_N)
     heads = Hkv if tables is not None and tables.kv_num_blocks.shape[1] > 1 else 1
@@ -110,6 +110,7 @@ def make_plan(call: DecodeCall, config: DecodeConfig) -> Plan:
         heads=heads,
         BLOCK_Q=BLOCK_Q,
         config=config,
+        nQ=None if call.tiles is None else call.tiles.shape[1],
     )
     several = config.plan_rows > 0 or config.num_splits > 1
     outer_k, outer_v, outer_q, outer_out = map(outer_strides, (k, v, q, out))
@@ -131,8 +132,10 @@ def make_plan(call: DecodeCall, config: DecodeConfig) -> Plan:
             and tables.given
             and not tables.exact
             and call.mask_mod is not None,
-            "ONE_QUERY": Lq == 1,
-            "ONE_TILE": layout.nQ == 1 and layout.inner * layout.heads == Hkv,
+            "ONE_QUERY": BLOCK_Q == 1,
+            "ONE_TILE": call.tiles is None
+            and layout.nQ == 1
+            and layout.inner * layout.heads == Hkv,
             "ROWS": config.plan_rows,
             "ALIGN": align,
             "ALIGN_Q": align_q,
@@ -146,13 +149,14 @@ def make_plan(call: DecodeCall, config: DecodeConfig) -> Plan:
             "KV_BLOCK": KV_BLOCK,
             "BLOCK_M": config.BLOCK_M,
             "BLOCK_N": config.BLOCK_N,
+            "PAGE_SIZE": call.page_size,
             "PDL": config.pdl,
         },
         {"num_warps": config.num_warps, "num_stages": config.num_stages},
     )
     reduce = Launch(
         _reduce_kernel,
-        out.shape[0] * Hq * Lq,
+        out.shape[0] * Hq * (Lq if call.tiles is None else layout.nQ * BLOCK_Q),
         {
             "ROWS": config.plan_rows,
             "DV": Dv,
@@ -181,7 +185,7 @@ def make_plan(call: DecodeCall, config: DecodeConfig) -> Plan:
             full.shape[3] if full is not None else 0,
         ),
         last_strides=(q.stride(3), k.stride(3), v.stride(3)),
-        sizes=(Hkv, Hq // Hkv, Lq, Lkv, BLOCK_Q, config.TG, config.TQ),
+        sizes=(Hkv, Hq // Hkv, Lq, call.capacity, BLOCK_Q, config.TG, config.TQ),
         numbering=(
             layout.rows,
             layout.heads,
@@ -209,7 +213,9 @@ def run_plan(plan: Plan, call: DecodeCall) -> None:
     tables: Any = call.tables or _NO_TABLES
     score_mod, mask_mod = call.score_mod or NO_MOD, call.mask_mod or NO_MOD
     kv_len_ptr, stride_kv_len, kv_len = vector_stride(call.kv_len)
+    kv_start, stride_kv_start, _ = vector_stride(call.kv_start)
     q_offset_ptr, stride_q_offset, q_offset = vector_stride(call.q_offset)
+    page_table = call.page_table
     parts = plan.parts
     if parts:
         scratch = torch.empty(plan.scratch, dtype=torch.float32, device=out.device)
@@ -233,7 +239,10 @@ def run_plan(plan: Plan, call: DecodeCall) -> None:
         lse is None,
         max_scores is None,
         _kind(kv_len_ptr),
+        _kind(kv_start),
         _kind(q_offset_ptr),
+        page_table is None,
+        call.tiles is None,
         tables.full_kv_indices is None,
         tables.block_state is None,
         tables.kv_indices is None,
@@ -252,6 +261,8 @@ def run_plan(plan: Plan, call: DecodeCall) -> None:
             bias,
             *plan.strides_bias,
             sinks,
+            page_table,
+            0 if page_table is None else page_table.stride(0),
             out,
             *plan.strides_out,
             lse,
@@ -260,8 +271,11 @@ def run_plan(plan: Plan, call: DecodeCall) -> None:
             parts,
             kv_len_ptr,
             stride_kv_len,
+            kv_start,
+            stride_kv_start,
             q_offset_ptr,
             stride_q_offset,
+            call.tiles,
             tables.kv_num_blocks,
             tables.kv_indices,
             tables.full_kv_num_blocks,
@@ -293,6 +307,9 @@ def run_plan(plan: Plan, call: DecodeCall) -> None:
             max_scores,
             kv_len_ptr,
             stride_kv_len,
+            kv_start,
+            stride_kv_start,
+            call.tiles,
             tables.kv_num_blocks,
             tables.full_kv_num_blocks,
             *plan.strides_tables,

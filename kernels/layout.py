@@ -30,10 +30,23 @@ class Layout:
 
     @classmethod
     def of(
-        cls, *, B: int, Hkv: int, G: int, Lq: int, heads: int, BLOCK_Q: int, config: DecodeConfig
+        cls,
+        *,
+        B: int,
+        Hkv: int,
+        G: int,
+        Lq: int,
+        heads: int,
+        BLOCK_Q: int,
+        config: DecodeConfig,
+        nQ: int | None = None,
     ) -> "Layout":
-        """Number the programs of a call whose lists differ among `heads` KV heads, or 1."""
-        nQ = ceil_div(Lq, BLOCK_Q)
+        """Number the programs of a call whose lists differ among `heads` KV heads, or 1.
+
+        Packed queries have `nQ` tiles in all, and count as B = 1.
+        """
+        if nQ is None:
+            nQ = ceil_div(Lq, BLOCK_Q)
         q_tiles = ceil_div(min(BLOCK_Q, Lq), config.TQ)
         inner = Hkv // heads * q_tiles * ceil_div(G, config.TG)
         rows = B * heads * nQ

@@ -10,16 +10,19 @@ from flexdecode.kernels.tiles import (
     finish_rows,
     finite_or_zero,
     load_kv_len,
+    load_query_tile,
     loop_bound,
 )
 from flexdecode.kernels.worklist import items_of, plan_items, share_of
 
 RUN_TIME = (
-    "parts stride_ob stride_oh stride_ol stride_kv_len stride_tb stride_th kv_len Hkv G Lq Lkv "
+    "parts stride_ob stride_oh stride_ol stride_kv_len stride_kv_start stride_tb stride_th kv_len "
+    "Hkv G Lq Lkv "
     "BLOCK_Q TG TQ rows heads nQ inner num_splits processors"
 ).split()
 ANY_ADDRESS = (
-    "sinks_ptr lse_ptr max_ptr kv_len_ptr kv_num_blocks_ptr full_kv_num_blocks_ptr"
+    "sinks_ptr lse_ptr max_ptr kv_len_ptr kv_start_ptr tiles_ptr kv_num_blocks_ptr "
+    "full_kv_num_blocks_ptr"
 ).split()
 
 
@@ -40,6 +43,9 @@ def _reduce_kernel(
     max_ptr,  # [B, Hq, Lq] float32, or None
     kv_len_ptr,  # [B], or None
     stride_kv_len: tl.int64,
+    kv_start_ptr,  # [B], or None
+    stride_kv_start: tl.int64,
+    tiles_ptr,  # [5, nQ] int32, or None
     kv_num_blocks_ptr,  # [B or 1, Hkv or 1, nQ] int32, or None
     full_kv_num_blocks_ptr,
     stride_tb: tl.int64,
@@ -66,47 +72,44 @@ def _reduce_kernel(
     SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # -- which row, and which programs wrote it ----
-    out_row = tl.program_id(0).to(tl.int64)
-    row = (out_row % Lq).to(tl.int32)
+    # -- which row, and which programs wrote it; of packed queries, one of a tile's BLOCK_Q ----
+    pid = tl.program_id(0).to(tl.int64)
     Hq = Hkv * G
-    head = (out_row // Lq % Hq).to(tl.int32)
-    b = out_row // Lq // Hq
+    lines = Lq
+    if tiles_ptr is not None:
+        lines = nQ * BLOCK_Q
+    row = (pid % lines).to(tl.int32)
+    head = (pid // lines % Hq).to(tl.int32)
+    table_b = pid // lines // Hq
     head_kv = head // G
     q_block = row // BLOCK_Q
-    table_row = (b.to(tl.int32) * heads + head_kv % heads) * nQ + q_block
+    row_in_block = row % BLOCK_Q
+    b = table_b
+    there = True
+    if tiles_ptr is not None:
+        b, base, count, _, _ = load_query_tile(tiles_ptr, nQ, q_block)
+        there = (b >= 0) & (row_in_block < count)
+        b = tl.maximum(b, 0).to(tl.int64)
+        row = base + row_in_block
+    out_row = (table_b * Hq + head) * Lq + row
+    table_row = (table_b.to(tl.int32) * heads + head_kv % heads) * nQ + q_block
+    lengths = (kv_len_ptr, stride_kv_len, kv_len, kv_start_ptr, stride_kv_start, Lkv)
     if ROWS > 0:
-        items, ends = plan_items(
-            kv_len_ptr,
-            stride_kv_len,
-            kv_len,
-            Lkv,
-            kv_num_blocks_ptr,
-            full_kv_num_blocks_ptr,
-            stride_tb,
-            stride_th,
-            rows,
-            heads,
-            nQ,
-            inner,
-            processors,
-            ROWS,
-            KV_BLOCK,
-            BLOCK_N,
-        )
+        lists = (kv_num_blocks_ptr, full_kv_num_blocks_ptr, stride_tb, stride_th)
+        numbering = (rows, heads, nQ, inner, num_splits, processors)
+        items, ends = plan_items(lengths, lists, numbering, tiles_ptr, ROWS, KV_BLOCK, BLOCK_N)
         num_items, first_item = items_of(table_row, items, ends, ROWS)
     else:
         num_items = num_splits
         first_item = table_row * num_splits
-    kv_len = load_kv_len(kv_len_ptr, stride_kv_len, kv_len, b, Lkv)
-    at = b * stride_tb + head_kv * stride_th + q_block
+    kv_len = load_kv_len(lengths, b, None)
+    at = table_b * stride_tb + head_kv * stride_th + q_block
     full, partial = count_units(
         kv_num_blocks_ptr, full_kv_num_blocks_ptr, at, kv_len, KV_BLOCK, BLOCK_N
     )
     _, working = share_of(full + partial, num_items)
     head_tiles = cdiv(G, TG)
     q_tiles = cdiv(tl.minimum(BLOCK_Q, Lq), TQ)
-    row_in_block = row % BLOCK_Q
     part_of_item = tl.where(heads == 1, head_kv, 0) * q_tiles + row_in_block // TQ
     part_of_item = part_of_item * head_tiles + head % G // TG
     m_row = head % G % TG * TQ + row_in_block % TQ  # of the tile
@@ -117,6 +120,9 @@ def _reduce_kernel(
         tl.extra.cuda.gdc_wait()
     if working == 1:
         return  # that program wrote the outputs itself
+    if tiles_ptr is not None:
+        if not there:
+            return
 
     # -- join them ----
     m_ptr = acc_ptr + parts * DV
@@ -150,7 +156,9 @@ def _reduce_kernel(
         sink = tl.load(sinks_ptr + head + tl.arange(0, 1))
     factor, lse, m = finish_rows(m_i, l_i, sink)
     out = acc * factor[:, None]
-    out_ptrs = out_ptr + (b * stride_ob + head * stride_oh + row * stride_ol) + offs_d[None, :]
+    out_ptrs = (
+        out_ptr + (table_b * stride_ob + head * stride_oh + row * stride_ol) + offs_d[None, :]
+    )
     tl.store(out_ptrs, out, mask=(offs_d < DV)[None, :])
     if lse_ptr is not None:
         tl.store(lse_ptr + out_row + tl.arange(0, 1), lse)

@@ -15,29 +15,29 @@ from torch import Tensor
 
 from flexdecode.kernels.call import Mod, vector_stride
 from flexdecode.kernels.configs import ceil_div, next_power_of_2
-from flexdecode.kernels.tiles import load_kv_len, load_q_offset, loop_bound
+from flexdecode.kernels.tiles import load_kv_len, load_q_offset, load_query_tile, loop_bound
 
 TILE = 1024  # mask elements that a program evaluates at a time
 WHOLE_ROW = 16384  # elements of a row up to which one program does it all, in one launch
 COMPACT_TILE = 1024  # block states that a program lists at a time
 CLASSIFY_RUN_TIME = (
-    "columns stride_kv_len kv_len stride_q_offset q_offset heads nQ nKV Lq Lkv BLOCK_Q chunks"
+    "columns stride_kv_len kv_len stride_kv_start stride_q_offset q_offset heads nQ nKV Lq Lkv "
+    "BLOCK_Q chunks"
 ).split()
 ANY_ADDRESS = (
-    "state_ptr num_ptr indices_ptr full_num_ptr full_indices_ptr kv_len_ptr q_offset_ptr".split()
-)
+    "state_ptr num_ptr indices_ptr full_num_ptr full_indices_ptr kv_len_ptr kv_start_ptr "
+    "q_offset_ptr tiles_ptr"
+).split()
 
 
 @triton.jit
 def classify(
     b,
     h,
-    q_block,
+    first,
+    last,  # query positions [first, last) of the row of blocks
     blocks,  # [BLOCKS]
     kv_len,
-    q_offset,
-    Lq,
-    BLOCK_Q,
     mask_args,
     MASK_MOD: tl.constexpr,
     KV_BLOCK: tl.constexpr,
@@ -50,11 +50,9 @@ def classify(
     inside = (kv_idx < kv_len) & (offs_n < KV_BLOCK)
     some = tl.zeros([BLOCKS], tl.int32)
     every = tl.full([BLOCKS], 1, tl.int32)
-    first = q_block * BLOCK_Q
-    last = tl.minimum(first + BLOCK_Q, Lq)
     last = tl.where(tl.min(blocks, 0) * KV_BLOCK < kv_len, last, first)  # past the keys: all empty
-    for i in tl.range(loop_bound(first), loop_bound(last)):
-        allowed = inside & MASK_MOD(b, h, q_offset + i, kv_idx, inside, mask_args)
+    for q_idx in tl.range(loop_bound(first), loop_bound(last)):
+        allowed = inside & MASK_MOD(b, h, q_idx, kv_idx, inside, mask_args)
         some = some | tl.max(allowed.to(tl.int32), 1)
         every = every & tl.min((allowed | (offs_n >= KV_BLOCK)).to(tl.int32), 1)
     return tl.where(some != 0, 1 + every, 0)
@@ -90,9 +88,12 @@ def _classify_kernel(
     kv_len_ptr,  # [B], or None
     stride_kv_len: tl.int64,
     kv_len: tl.int32,
+    kv_start_ptr,  # [B], or None
+    stride_kv_start: tl.int64,
     q_offset_ptr,  # [B], or None
     stride_q_offset: tl.int64,
     q_offset: tl.int32,
+    tiles_ptr,  # [5, nQ] int32, the rows of blocks of packed queries; or None
     heads: tl.int32,
     nQ: tl.int32,
     nKV: tl.int32,
@@ -114,8 +115,19 @@ def _classify_kernel(
     q_block = row % nQ
     h = row // nQ % heads
     b = row // nQ // heads
-    kv_len = load_kv_len(kv_len_ptr, stride_kv_len, kv_len, b, Lkv)
-    q_offset = load_q_offset(q_offset_ptr, stride_q_offset, q_offset, b, kv_len, Lq, DERIVE_OFFSET)
+    position = q_block * BLOCK_Q
+    count = tl.minimum(BLOCK_Q, Lq - position)
+    q_len = Lq
+    if tiles_ptr is not None:
+        b, _, count, position, q_len = load_query_tile(tiles_ptr, nQ, q_block)
+        count = tl.where(b >= 0, count, 0)
+        b = tl.maximum(b, 0)
+    b64 = b.to(tl.int64)
+    lengths = (kv_len_ptr, stride_kv_len, kv_len, kv_start_ptr, stride_kv_start, Lkv)
+    kv_len = load_kv_len(lengths, b64, None)
+    first_q = position + load_q_offset(
+        q_offset_ptr, stride_q_offset, q_offset, b64, kv_len, q_len, DERIVE_OFFSET
+    )
     row64 = row.to(tl.int64)
     state_ptr += row64 * nKV
     indices_ptr += row64 * columns
@@ -128,12 +140,10 @@ def _classify_kernel(
         state = classify(
             b,
             h,
-            q_block,
+            first_q,
+            first_q + count,
             blocks,
             kv_len,
-            q_offset,
-            Lq,
-            BLOCK_Q,
             mask_args,
             MASK_MOD,
             KV_BLOCK,
@@ -232,6 +242,8 @@ def launch_tables(
     Lq: int,
     Lkv: int,
     BLOCK_SIZE: tuple[int, int],
+    kv_start: Tensor | None = None,
+    tiles: Tensor | None = None,
 ) -> None:
     """Fill `buffers` with the tables of `mask`.
 
@@ -246,6 +258,10 @@ def launch_tables(
         None stands for ``kv_len - Lq``.
     Lq, Lkv : int
     BLOCK_SIZE : (int, int)
+    kv_start : Tensor [B], optional
+        Slots that are not a sequence's own, before its keys.
+    tiles : Tensor, [5, nQ], int32, contiguous, optional
+        What each row of blocks holds, where queries are packed; see `write_query_tiles`.
     """
     B, heads, nQ, nKV = buffers.state.shape
     if buffers.state.numel() == 0:
@@ -258,6 +274,7 @@ def launch_tables(
     elements = nKV * KV_TILE * min(BLOCK_Q, Lq)  # of a row
     chunks = 1 if elements <= WHOLE_ROW else ceil_div(nKV, BLOCKS)
     kv_len_ptr, stride_kv_len, kv_len_int = vector_stride(kv_len)
+    kv_start_ptr, stride_kv_start, _ = vector_stride(kv_start)
     q_offset_ptr, stride_q_offset, q_offset_int = vector_stride(q_offset)
     rows = B * heads * nQ
     _classify_kernel[(rows * chunks,)](
@@ -270,9 +287,12 @@ def launch_tables(
         kv_len_ptr,
         stride_kv_len,
         kv_len_int,
+        kv_start_ptr,
+        stride_kv_start,
         q_offset_ptr,
         stride_q_offset,
         q_offset_int,
+        tiles,
         heads,
         nQ,
         nKV,

@@ -31,22 +31,58 @@ def loop_bound(n):
 
 
 @triton.jit
-def load_kv_len(kv_len_ptr, stride_kv_len, kv_len, b, capacity):
-    """Valid keys of sequence b, between none and all that the cache can hold."""
+def load_kv_len(
+    lengths,  # (kv_len_ptr or None, its stride, kv_len, kv_start_ptr or None, its stride, capacity)
+    b,  # scalar, or [N]
+    there,  # [N], int1: which sequences exist; None for a scalar
+):
+    """Valid keys of sequence b, between none and all that its part of the cache can hold."""
+    kv_len_ptr, stride_kv_len, kv_len, kv_start_ptr, stride_kv_start, capacity = lengths
     if kv_len_ptr is not None:
-        kv_len = tl.load(kv_len_ptr + b * stride_kv_len)
-    return tl.minimum(tl.maximum(kv_len, 0), capacity).to(tl.int32)
+        kv_len = tl.load(kv_len_ptr + b * stride_kv_len, mask=there)
+    elif there is not None:
+        kv_len = tl.zeros(b.shape, tl.int32) + kv_len
+    if kv_start_ptr is not None:
+        capacity = capacity - tl.load(kv_start_ptr + b * stride_kv_start, mask=there)
+    # An offset past the cache leaves it without keys.
+    return tl.maximum(tl.minimum(kv_len, capacity), 0).to(tl.int32)
 
 
 @triton.jit
-def load_q_offset(q_offset_ptr, stride_q_offset, q_offset, b, kv_len, Lq, DERIVE: tl.constexpr):
+def load_kv_start(lengths, b):
+    """First slot of sequence b, int64."""
+    if lengths[3] is not None:
+        return tl.load(lengths[3] + b * lengths[4]).to(tl.int64)
+    else:
+        return b * 0
+
+
+@triton.jit
+def load_q_offset(q_offset_ptr, stride_q_offset, q_offset, b, kv_len, q_len, DERIVE: tl.constexpr):
     """Position of query row 0: given, or such that the last query sits on the last key."""
     if DERIVE:
-        return kv_len - Lq
+        return kv_len - q_len
     elif q_offset_ptr is not None:
         return tl.load(q_offset_ptr + b * stride_q_offset).to(tl.int32)
     else:
         return q_offset
+
+
+@triton.jit
+def load_query_tile(tiles_ptr, nQ, tile):
+    """Read what a tile of packed queries holds; see `flexdecode.kernels.query_tiles`.
+
+    Returns its sequence (negative: there is no such tile), its first row in q, its number of
+    rows, the place of the first one in its sequence, and the queries of that sequence.
+    """
+    tiles_ptr += tile
+    return (
+        tl.load(tiles_ptr),
+        tl.load(tiles_ptr + nQ),
+        tl.load(tiles_ptr + 2 * nQ),
+        tl.load(tiles_ptr + 3 * nQ),
+        tl.load(tiles_ptr + 4 * nQ),
+    )
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import triton.language as tl
 from flexdecode.kernels.configs import MIN_SHARE as _MIN_SHARE
 from flexdecode.kernels.configs import MIN_UNITS as _MIN_UNITS
 from flexdecode.kernels.configs import OVERSUBSCRIBE as _OVERSUBSCRIBE
-from flexdecode.kernels.tiles import cdiv
+from flexdecode.kernels.tiles import cdiv, load_kv_len
 
 MIN_SHARE = tl.constexpr(_MIN_SHARE)
 MIN_UNITS = tl.constexpr(_MIN_UNITS)
@@ -23,19 +23,10 @@ OVERSUBSCRIBE = tl.constexpr(_OVERSUBSCRIBE)
 
 @triton.jit
 def plan_items(
-    kv_len_ptr,  # [B], or None
-    stride_kv_len,
-    kv_len,
-    capacity,
-    num_ptr,  # [B or 1, heads, nQ] int32, or None
-    full_num_ptr,
-    stride_tb,
-    stride_th,
-    rows,  # sequences * heads * nQ
-    heads,  # KV heads whose lists differ, or 1
-    nQ,
-    inner,  # programs that each item takes
-    processors,
+    lengths,  # see `load_kv_len`
+    lists,  # (kv_num_blocks_ptr or None, full_kv_num_blocks_ptr or None, their strides by b and h)
+    numbering,  # (rows, heads, nQ, inner, num_splits, processors), see `Layout`
+    tiles_ptr,  # tiles of packed queries, see `load_query_tile`; or None
     ROWS: tl.constexpr,  # power of two, at least rows
     KV_BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -46,17 +37,21 @@ def plan_items(
     a processor's fair share. Every row has an item at least, so that empty ones are written too.
     """
     SUBS: tl.constexpr = (KV_BLOCK + BLOCK_N - 1) // BLOCK_N
+    num_ptr, full_num_ptr, stride_tb, stride_th = lists
+    rows, heads, nQ, inner, _, processors = numbering
     row = tl.arange(0, ROWS)
     there = row < rows
-    b = (row // nQ // heads).to(tl.int64)
+    b = row // nQ // heads
     if num_ptr is None:
-        length = tl.zeros([ROWS], tl.int32) + kv_len
-        if kv_len_ptr is not None:
-            length = tl.load(kv_len_ptr + b * stride_kv_len, mask=there, other=0)
-        length = tl.minimum(tl.maximum(length, 0), capacity).to(tl.int32)
-        units = cdiv(length, BLOCK_N)
+        used = there
+        if tiles_ptr is not None:
+            b = tl.load(tiles_ptr + row % nQ, mask=there, other=-1)
+            used = b >= 0
+            b = tl.maximum(b, 0)
+        length = load_kv_len(lengths, b.to(tl.int64), used)
+        units = tl.where(used, cdiv(length, BLOCK_N), 0)
     else:
-        at = b * stride_tb + row // nQ % heads * stride_th + row % nQ
+        at = b.to(tl.int64) * stride_tb + row // nQ % heads * stride_th + row % nQ
         units = tl.load(num_ptr + at, mask=there, other=0) * SUBS
         if full_num_ptr is not None:
             units += tl.load(full_num_ptr + at, mask=there, other=0) * SUBS

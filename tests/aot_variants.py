@@ -72,6 +72,9 @@ class Variant:
     aux: bool = False
     strided: bool = False
     tf32: bool = False
+    page: int = 0
+    start: bool = False
+    packed: bool = False
     options: tuple[tuple[str, int], ...] = ()
 
 
@@ -84,6 +87,8 @@ EVERYWHERE = {
     "float32": Variant(dims=(64, 64), dtype=torch.float32, block=(128, 128), mask="causal"),
     "ragged": Variant(B=32, kv_len="tensor", lists=32),
     "per head": Variant(block=(128, 64), mask="causal", per_head=True, dims=(80, 80)),
+    "pages": Variant(B=16, page=16, kv_len="tensor", block=(128, 128), mask="causal"),
+    "packed": Variant(B=8, page=64, kv_len="tensor", Lq=64, packed=True, lists=20),
 }
 ON_ONE_TARGET = {
     "direct": Variant(B=64, Lkv=4096, dims=(64, 64), aux=True),
@@ -93,6 +98,10 @@ ON_ONE_TARGET = {
     "odd": Variant(dims=(31, 31), G=71, Hkv=1, strided=True, block=(128, 20), mask="causal"),
     "small": Variant(dims=(4, 4), block=(128, 8), mask="documents"),
     "wide": Variant(B=8, G=2, dims=(256, 256), block=(128, 128), full=False, mask="causal"),
+    "one page": Variant(B=16, page=1, kv_len="tensor"),
+    "whole pages": Variant(B=16, page=128, kv_len="tensor", block=(128, 128), mask="documents"),
+    "padded": Variant(B=16, start=True, kv_len="tensor", block=(128, 128), mask="causal"),
+    "padded pages": Variant(B=16, start=True, page=64, kv_len="tensor"),
     "mqa": Variant(B=8, Hkv=1, G=16, Lkv=32768, options=(("BLOCK_N", 128), ("num_stages", 4))),
 }
 
@@ -107,6 +116,9 @@ def make_call(variant, device):
         step = 2 if variant.strided else 1
         return torch.empty(*shape[:-1], shape[-1] * step, dtype=variant.dtype)[..., ::step]
 
+    q_batch, slots = (1 if variant.packed else B), variant.page or Lkv
+    table = torch.empty(B, Lkv // slots, dtype=torch.int32) if variant.page else None
+    made = B if table is None else table.numel()
     tables = None
     if variant.block is not None:
         rows, columns = -(-Lq // variant.block[0]), -(-Lkv // variant.block[1])
@@ -142,12 +154,16 @@ def make_call(variant, device):
         options=dict(variant.options),
     )
     call = DecodeCall(
-        tensor(B, Hq, Lq, D),
-        tensor(B, Hkv, Lkv, D),
-        tensor(B, Hkv, Lkv, Dv),
-        torch.empty(B, Hq, Lq, Dv, dtype=variant.dtype),
+        tensor(q_batch, Hq, Lq, D),
+        tensor(made, Hkv, slots, D),
+        tensor(made, Hkv, slots, Dv),
+        torch.empty(q_batch, Hq, Lq, Dv, dtype=variant.dtype),
         scale=D**-0.5,
         kv_len=Lkv if variant.kv_len == "int" else torch.empty(B, dtype=torch.int64),
+        kv_start=torch.empty(B, dtype=torch.int32) if variant.start else None,
+        page_table=table,
+        tiles=torch.empty(5, B + Lq // 8, dtype=torch.int32) if variant.packed else None,
+        BLOCK_Q=8 if variant.packed else 0,
         lse=torch.empty(B, Hq, Lq) if variant.aux else None,
         max_scores=torch.empty(B, Hq, Lq) if variant.aux else None,
         tables=tables,

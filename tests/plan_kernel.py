@@ -12,9 +12,9 @@ from flexdecode.kernels.worklist import plan_items
 
 @triton.jit
 def _plan_kernel(out_ptr, num_ptr, rows, inner, processors, ROWS: tl.constexpr):
-    items, _ = plan_items(
-        None, 0, 0, 0, num_ptr, None, 1, 1, rows, 1, 1, inner, processors, ROWS, 16, 16
-    )
+    lists = (num_ptr, None, 1, 1)
+    numbering = (rows, 1, 1, inner, 1, processors)
+    items, _ = plan_items((None, 0, 0, None, 0, 0), lists, numbering, None, ROWS, 16, 16)
     row = tl.arange(0, ROWS)
     tl.store(out_ptr + row, items, mask=row < rows)
 

@@ -658,9 +658,17 @@ def test_bind_says_what_is_wrong():
     one = create_block_mask(by_batch, B=1)
     with pytest.raises(ValueError, match="depends on b"):
         one.bind(**sizes, kv_len=9, device="cpu")
-    for name in ("kv_start", "page_table", "cu_seqlens_q"):
-        with pytest.raises(NotImplementedError, match=name):
-            mask.bind(**sizes, kv_len=9, device="cpu", **{name: torch.zeros(2)})
+    vector = torch.zeros(2, dtype=torch.int32)
+    for name, value, message in (
+        ("kv_start", vector, r"kv_len: expected a tensor \[2\] with kv_start"),
+        ("kv_start", 3, "kv_start: expected a Tensor, got int"),
+        ("page_table", vector, r"page_table: expected shape \[2, max_pages\]"),
+        ("page_table", vector.float(), "page_table: expected an int32 tensor"),
+        ("cu_seqlens_q", vector, r"cu_seqlens_q: expected shape \[3\] for a batch of 2"),
+        ("cu_seqlens_q", vector.float(), "cu_seqlens_q: expected an int32 or int64 tensor"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            mask.bind(**sizes, kv_len=9, device="cpu", **{name: value})
 
 
 # ---- devices ----

@@ -140,12 +140,6 @@ def test_devices() -> None:
         call(**gpu, kv_len=torch.tensor([3, 4]))
 
 
-@pytest.mark.parametrize("name", ["kv_start", "page_table", "cu_seqlens_q"])
-def test_arguments_still_to_come(name: str) -> None:
-    with pytest.raises(NotImplementedError, match=name):
-        call(**{name: zeros(B, dtype=torch.int32)})
-
-
 OPTIONS: list[tuple[Any, type[Exception], str]] = [
     ("fast", TypeError, "kernel_options: expected a dict, got str"),
     ({"BLOCK_K": 64}, ValueError, "kernel_options: expected keys among deterministic, .*'BLOCK_K'"),

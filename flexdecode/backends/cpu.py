@@ -24,9 +24,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flexdecode.block_codes import Codes, Lengths, are_fragments, block_codes, false_runs, groups
+from flexdecode.caches import Cache, CachePart
 from flexdecode.evaluate import evaluate
+from flexdecode.packed import run_by_runs
 from flexdecode.problem import Request, Result
-from flexdecode.rows import Allowed, Places, Rows, scored
+from flexdecode.rows import Allowed, Places, Rows, Uncut, scored
 from flexdecode.softmax import State, attended
 from flexdecode.tables import FULL, PARTIAL
 
@@ -50,6 +52,8 @@ def run(request: Request) -> Result:
         ``lse`` and ``max_scores`` in float32.
     """
     problem = request.problem
+    if problem.packed is not None:
+        return run_by_runs(request, run)
     if not (problem.B and problem.Lq):
         rows = request.q.new_zeros((problem.B, problem.Hq, problem.Lq), dtype=torch.float32)
         out = request.q.new_zeros((*rows.shape, problem.Dv))
@@ -79,6 +83,7 @@ class _Call:
     def __init__(self, request: Request) -> None:
         problem, resolved = request.problem, request.resolved
         self.request, self.problem = request, problem
+        self.k, self.v = Cache.of(request.k, problem), Cache.of(request.v, problem)
         self.mask = None if resolved is None else resolved.mask
         self.tables = None if resolved is None else resolved.tables
         self.block_size = BLOCK_SIZE if self.tables is None else self.tables.BLOCK_SIZE
@@ -158,8 +163,8 @@ class _Tile:
             None if top is None else top.float(),
         )
 
-    def _rows(self, batch: slice, heads: slice) -> Rows:
-        call, problem, request = self.call, self.call.problem, self.call.request
+    def _rows(self, batch: slice, heads: slice) -> Uncut:
+        call, problem = self.call, self.call.problem
 
         def part(x: Tensor) -> Tensor:
             x = x[batch] if x.shape[0] > batch.stop - batch.start else x
@@ -168,9 +173,10 @@ class _Tile:
         @functools.cache
         def places() -> Places:
             device, column = problem.device, (-1, 1, 1, 1, 1)
-            b: Tensor | int = batch.start
-            if "b" in call.uses and batch.stop - batch.start > 1:
-                b = torch.arange(batch.start, batch.stop, device=device).view(column)
+            first, last = problem.first_b + batch.start, problem.first_b + batch.stop
+            b: Tensor | int = first
+            if "b" in call.uses and last - first > 1:
+                b = torch.arange(first, last, device=device).view(column)
             h: Tensor | int = 0
             if "h" in call.uses:
                 G = problem.G
@@ -184,7 +190,8 @@ class _Tile:
             return Places(b, h, self._q_idx(batch), kv_len)
 
         bias = None if self.bias is None else part(self.bias)
-        return Rows(part(self.q), part(request.k), part(request.v), bias, places)
+        k, v = (CachePart(cache, batch, heads) for cache in (call.k, call.v))
+        return Uncut(part(self.q), k, v, bias, places)
 
     def _q_idx(self, batch: slice | Tensor) -> Tensor | int:
         offset = self.call.problem.q_offset
@@ -219,8 +226,8 @@ class _Tile:
             cuts[1:1] = (np.flatnonzero(np.diff(active) != 1) + 1).tolist()
         scattered = len(cuts) > 5 and len(cuts) * 4 > len(active) and not call.invariant
         keys = MAX_SCORES // (X * Y * M)
-        if scattered or rows.k.dtype != torch.float32:  # k and v are copied
-            keys = min(keys, MAX_COPIED // (rows.k.shape[0] * Y * max(problem.D, problem.Dv)))
+        if scattered or rows.copies or problem.dtype != torch.float32:  # k and v are copied
+            keys = min(keys, MAX_COPIED // (rows.k.sequences * Y * max(problem.D, problem.Dv)))
         if call.splits > 1:
             keys = min(keys, size * -(-len(active) // call.splits))
         step = 1 if call.invariant else max(1, keys // size)
@@ -237,7 +244,7 @@ class _Tile:
 
     def _piece(
         self,
-        rows: Rows,
+        rows: Uncut,
         blocks: NDArray[np.intp],
         codes: Codes,
         full: NDArray[np.bool_],
@@ -285,18 +292,18 @@ class _Tile:
             found.append(Allowed(left, mask))
         if lo >= hi:
             return None
-        rows = rows.cut(slice(first + lo, first + hi) if position is None else position)
-        if rows.k.shape[2] < hi - lo:  # the cache ends within the block
-            rows = rows.padded(hi - lo)
+        some = rows.cut(slice(first + lo, first + hi) if position is None else position)
+        if some.k.shape[2] < hi - lo:  # the cache ends within the block
+            some = some.padded(hi - lo)
         shifted = [Allowed(each.start - lo, each.mask) for each in found]
-        return self._scored(rows, lambda: kv_idx(lo, hi), shifted, owned=scattered)
+        return self._scored(some, lambda: kv_idx(lo, hi), shifted, scattered or rows.copies)
 
     def _asks(self, codes: Codes) -> bool:
         """True where a partial block needs more than being cut at a length."""
         call = self.call
         return call.mask is not None or call.ragged or call.invariant or len(codes) > 1
 
-    def _mask(self, rows: Rows, kv_idx: Tensor, codes: Codes) -> Tensor | None:
+    def _mask(self, rows: Uncut, kv_idx: Tensor, codes: Codes) -> Tensor | None:
         """Who may see the keys of some partial blocks; None when everybody may see all."""
         at = rows.places()
         allowed = None
@@ -363,29 +370,28 @@ class _Tile:
         self, index: Tensor, listed: NDArray[np.intp], codes: Codes
     ) -> tuple[Tensor, Tensor]:
         """Scores and values of a list for each row: listed [R, C], codes [R, 1 or G, C]."""
-        problem, size, request = self.call.problem, self.call.block_size[1], self.call.request
+        problem, size = self.call.problem, self.call.block_size[1]
         b, h = index // problem.Hkv, index % problem.Hkv
         n = min(size, problem.Lkv)
         keys = (listed[..., None] * size + np.arange(n)).reshape(len(listed), -1)
         position = torch.from_numpy(keys).to(index.device)
         kv_idx = position.view(len(listed), 1, 1, 1, -1)
-        slot = position.clamp(max=problem.Lkv - 1)
         bias = self.bias
         if bias is not None:
             bias_b = b[:, None] if bias.shape[0] > 1 else 0
             bias_h = h[:, None] if bias.shape[1] > 1 else 0
-            bias = bias[bias_b, bias_h, ..., slot]  # [R, N, G or 1, T]
+            inside = position.clamp(max=problem.Lkv - 1)
+            bias = bias[bias_b, bias_h, ..., inside]  # [R, N, G or 1, T]
             bias = bias.permute(0, 2, 3, 1).unsqueeze(1)
         G, column = problem.G, (-1, 1, 1, 1, 1)
         lengths = torch.from_numpy(self.call.lengths).to(index.device)
         kv_len = (lengths[b] if self.call.ragged else lengths).view(column)
         heads = (h[:, None] * G + torch.arange(G, device=index.device)).view(-1, 1, G, 1, 1)
-        at = Places(b.view(column), heads, self._q_idx(b), kv_len)
-        where = (b[:, None] if problem.Bkv > 1 else 0, h[:, None], slot)
+        at = Places((b + problem.first_b).view(column), heads, self._q_idx(b), kv_len)
         mine = Rows(
             q=self.q[b, h].unsqueeze(1),
-            k=request.k[where].unsqueeze(1),
-            v=request.v[where].unsqueeze(1),
+            k=self.call.k.gathered(b[:, None], h[:, None], position).unsqueeze(1),
+            v=self.call.v.gathered(b[:, None], h[:, None], position).unsqueeze(1),
             bias=bias,
             places=lambda: at,
         )

@@ -9,7 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flexdecode.caches import Cache
 from flexdecode.evaluate import evaluate
+from flexdecode.packed import run_by_runs
 from flexdecode.problem import Problem, Request, Result
 
 __all__ = ["run"]
@@ -30,6 +32,8 @@ def run(request: Request) -> Result:
         ``out`` in the dtype of q; ``lse`` and ``max_scores`` in float64.
     """
     problem = request.problem
+    if problem.packed is not None:
+        return run_by_runs(request, run)
     B, Hq, Lq = problem.B, problem.Hq, problem.Lq
     shape = (B, Hq, Lq)
     out = torch.zeros(*shape, problem.Dv, dtype=problem.dtype, device=problem.device)
@@ -52,10 +56,12 @@ def _dense(request: Request, batch: slice, rows: slice) -> tuple[Tensor, Tensor,
     problem = request.problem
     device = problem.device
     n, Lq = batch.stop - batch.start, rows.stop - rows.start
-    kv_batch = batch if problem.Bkv > 1 or problem.B == 1 else slice(0, 1)
     q = request.q[batch, :, rows].double()  # [n, Hq, Lq, D]
-    k = request.k[kv_batch].double().repeat_interleave(problem.G, dim=1)  # [n or 1, Hq, Lkv, D]
-    v = request.v[kv_batch].double().repeat_interleave(problem.G, dim=1)  # [n or 1, Hq, Lkv, Dv]
+    k, v = (
+        Cache.of(x, problem).logical(batch, problem.Lkv).double() for x in (request.k, request.v)
+    )
+    k = k.repeat_interleave(problem.G, dim=1)  # [n or 1, Hq, Lkv, D]
+    v = v.repeat_interleave(problem.G, dim=1)  # [n or 1, Hq, Lkv, Dv]
 
     b = torch.arange(batch.start, batch.stop, device=device).view(n, 1, 1, 1)
     h = torch.arange(problem.Hq, device=device).view(1, problem.Hq, 1, 1)
@@ -69,8 +75,9 @@ def _dense(request: Request, batch: slice, rows: slice) -> tuple[Tensor, Tensor,
         bias = request.bias if request.bias.shape[0] == 1 else request.bias[batch]
         score = score + bias[:, :, rows].double()
     if request.score is not None:
+        seen_b = b + problem.first_b
         score = evaluate(
-            request.score, b, h, q_idx, kv_idx, score, float_dtype=torch.float64
+            request.score, seen_b, h, q_idx, kv_idx, score, float_dtype=torch.float64
         ).expand(shape)
 
     allowed = _allowed(request, b, h, q_idx, kv_idx, rows).expand(shape)
@@ -108,7 +115,9 @@ def _allowed(
     if resolved.mask is None:
         rule = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=problem.device)
     else:
-        rule = evaluate(resolved.mask, b, h, q_idx, kv_idx, float_dtype=torch.float64)
+        rule = evaluate(
+            resolved.mask, b + problem.first_b, h, q_idx, kv_idx, float_dtype=torch.float64
+        )
     if resolved.tables.exact:
         return rule & inside
     tables = resolved.tables

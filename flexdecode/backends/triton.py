@@ -48,13 +48,14 @@ def run(request: Request) -> Result:
             "kernel_options['partial_dtype']: only torch.float32 is supported by the triton "
             f"backend yet, got {options['partial_dtype']}"
         )
-    rows = (problem.B, problem.Hq, problem.Lq)
+    rows = (problem.q_batch, problem.Hq, problem.Lq)
     out = torch.empty((*rows, problem.Dv), dtype=q.dtype, device=q.device)
     lse = max_scores = None
     if request.want_lse:
         lse = torch.empty(rows, dtype=torch.float32, device=q.device)
     if request.want_max:
         max_scores = torch.empty(rows, dtype=torch.float32, device=q.device)
+    packed = problem.packed
     resolved, bias, sinks = request.resolved, request.bias, request.sinks
     flavour = _flavour(q, options.get("approx"))
     call = DecodeCall(
@@ -65,6 +66,10 @@ def run(request: Request) -> Result:
         scale=problem.scale,
         kv_len=problem.kv_len,
         q_offset=problem.offset,
+        kv_start=problem.kv_start,
+        page_table=problem.page_table,
+        tiles=None if packed is None else packed.tiles,
+        BLOCK_Q=0 if packed is None else packed.BLOCK_Q,
         lse=lse,
         max_scores=max_scores,
         tables=None if resolved is None else _block_tables(resolved.tables, problem),
@@ -120,6 +125,9 @@ def _signature(call: DecodeCall, options: dict[str, Any]) -> tuple[Any, ...]:
         None if call.mask_mod is None else call.mask_mod.fn,
         length_bucket(kv_len) if type(kv_len) is int else None,
         call.q_offset is None,
+        call.kv_start is None,
+        None if call.page_table is None else call.page_table.shape,
+        None if call.tiles is None else (call.tiles.shape, call.BLOCK_Q),
         None if tables is None else tables.signature(),
         call.tf32,
         tuple(options.items()) if options else None,
