@@ -13,6 +13,7 @@ from flexdecode import checks
 from flexdecode.backends import choose_backend, load_backend
 from flexdecode.block_mask import BlockMask
 from flexdecode.mask_arguments import check_captures
+from flexdecode.ops import is_transformed
 from flexdecode.packed import PackedQueries, tile_size
 from flexdecode.problem import Problem, Request
 from flexdecode.trace import trace
@@ -200,6 +201,25 @@ def attention(
     >>> aux.lse.shape, aux.lse.dtype
     (torch.Size([2, 8, 1]), torch.float32)
     """
+    if torch.compiler.is_compiling() or is_transformed():
+        return _attention_in_graph(
+            q,
+            k,
+            v,
+            score_mod=score_mod,
+            block_mask=block_mask,
+            scale=scale,
+            kv_len=kv_len,
+            kv_start=kv_start,
+            q_offset=q_offset,
+            page_table=page_table,
+            cu_seqlens_q=cu_seqlens_q,
+            bias=bias,
+            sinks=sinks,
+            return_aux=return_aux,
+            backend=backend,
+            kernel_options=kernel_options,
+        )
     request, name = prepare(
         q,
         k,
@@ -224,6 +244,16 @@ def attention(
     if return_aux is None:
         return result.out
     return result.out, AuxOutput(result.lse, result.max_scores)
+
+
+def _attention_in_graph(
+    q: Tensor, k: Tensor, v: Tensor, *, return_aux: AuxRequest | None, **arguments: Any
+) -> Tensor | tuple[Tensor, AuxOutput]:
+    """`attention` as one operator, within a compiled region or a transform of torch.func."""
+    from flexdecode.compiled import attention_in_graph
+
+    out, lse, max_scores = attention_in_graph(q, k, v, return_aux=return_aux, **arguments)
+    return out if return_aux is None else (out, AuxOutput(lse, max_scores))
 
 
 def prepare(

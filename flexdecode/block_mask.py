@@ -852,6 +852,20 @@ def create_block_mask(
             "mask_mod: expected a function (b, h, q_idx, kv_idx) -> bool, "
             f"got {type(mask_mod).__name__}"
         )
+    if torch.compiler.is_compiling():
+        from flexdecode.compiled import create_mask_in_graph
+
+        return create_mask_in_graph(
+            mask_mod,
+            BLOCK_SIZE,
+            B=B,
+            H=H,
+            Q_LEN=Q_LEN,
+            KV_LEN=KV_LEN,
+            device=device,
+            q_offset=q_offset,
+            kv_len=kv_len,
+        )
     traced = trace(mask_mod, "mask")
     block = block_size(BLOCK_SIZE)
     B = None if B is None else count("B", B)

@@ -78,6 +78,11 @@ class BoundMask(BlockMask):
                 )
             kv_len = _checked_length(kv_len, self.kv_capacity)
             object.__setattr__(self, "kv_len", kv_len)  # the one thing of a mask that moves on
+        if torch.compiler.is_compiling():
+            from flexdecode.compiled import update_in_graph
+
+            update_in_graph(self)
+            return
         assert self.mask_mod is not None and self.tables is not None
         device = self.tables.kv_indices.device
         with torch.no_grad():

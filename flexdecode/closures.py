@@ -24,7 +24,7 @@ from torch import Tensor
 from flexdecode.mods import MaskMod
 from flexdecode.operations import facade
 
-__all__ = ["Binding", "Snapshot"]
+__all__ = ["Binding", "Path", "Paths", "Snapshot", "follow"]
 
 # Modules that hold no numbers of the user's, so that naming one changes nothing.
 _STATELESS = (math, operator, functools, np, torch)
@@ -116,6 +116,86 @@ class Binding:
         Objects that cannot be walked are left as they are.
         """
         return _Rebuilder(numbers, tensors).visit(mod, "captured")
+
+
+Path = tuple[tuple[str, int | str], ...]  # steps from a mod to something that it closes over
+
+
+class Paths:
+    """The walk of a `Binding`, as directions to what it finds instead of the things themselves.
+
+    Attributes
+    ----------
+    numbers, tensors : list of Path
+        In the order of `Binding`, repeats included.
+    functions : list of Path
+    constants : list of (Path, object)
+        Strings, None, bools: what is neither number, tensor nor function and can be compared.
+    """
+
+    def __init__(self, mod: FunctionType) -> None:
+        self.numbers: list[Path] = []
+        self.tensors: list[Path] = []
+        self.functions: list[Path] = []
+        self.constants: list[tuple[Path, Any]] = []
+        self._seen: set[int] = set()
+        self._visit(mod, ())
+
+    def _visit(self, value: Any, path: Path) -> None:
+        kind = type(value)
+        if kind is int or kind is float:
+            self.numbers.append(path)
+        elif isinstance(value, Tensor):
+            self.tensors.append(path)
+        elif kind is MaskMod:
+            self._visit(value.fn, (*path, ("attribute", "fn")))
+        elif kind is tuple:
+            for i, each in enumerate(value):
+                self._visit(each, (*path, ("item", i)))
+        elif kind is functools.partial:
+            self._visit(value.func, (*path, ("attribute", "func")))
+            for i, each in enumerate(value.args):
+                self._visit(each, (*path, ("attribute", "args"), ("item", i)))
+            for word, each in value.keywords.items():
+                self._visit(each, (*path, ("attribute", "keywords"), ("item", word)))
+        elif kind is FunctionType and not _of_torch(value):
+            self._visit_function(value, path)
+        elif kind in (bool, str, bytes, type(None)):
+            self.constants.append((path, value))
+
+    def _visit_function(self, fn: FunctionType, path: Path) -> None:
+        if id(fn) in self._seen:
+            return
+        self._seen.add(id(fn))
+        self.functions.append(path)
+        for i, cell in enumerate(fn.__closure__ or ()):
+            if _is_full(cell):
+                self._visit(cell.cell_contents, (*path, ("cell", i)))
+        for name in _global_names(fn.__code__):
+            if name in fn.__globals__:
+                self._visit(fn.__globals__[name], (*path, ("global", name)))
+        for i, default in enumerate(fn.__defaults__ or ()):
+            self._visit(default, (*path, ("default", i)))
+        for word, default in (fn.__kwdefaults__ or {}).items():
+            self._visit(default, (*path, ("kwdefault", word)))
+
+
+def follow(value: Any, path: Path) -> Any:
+    """Go from a mod along `path`, in steps that ``torch.compile`` sees and guards."""
+    for step, key in path:
+        if step == "cell":
+            value = value.__closure__[key].cell_contents
+        elif step == "global":
+            value = value.__globals__[key]
+        elif step == "default":
+            value = value.__defaults__[key]
+        elif step == "kwdefault":
+            value = value.__kwdefaults__[key]
+        elif step == "attribute":
+            value = getattr(value, str(key))
+        else:
+            value = value[key]
+    return value
 
 
 class Snapshot:

@@ -21,7 +21,7 @@ from flexdecode.mods import MaskMod
 from flexdecode.operations import dispatch
 from flexdecode.proxies import Array, Tracer, Value, as_value, is_proxy
 
-__all__ = ["Traced", "trace"]
+__all__ = ["Sources", "Traced", "TracedRule", "find_sources", "trace"]
 
 Kind = Literal["mask", "score"]
 SIGNATURES = {
@@ -53,6 +53,39 @@ class Traced:
 
     def __str__(self) -> str:
         return str(self.graph)
+
+
+@dataclass(frozen=True, eq=False)
+class TracedRule:
+    """A rule whose trace is known: stands for a function where only its graph is at hand."""
+
+    traced: Traced
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Raise: rules are callable, and this one is called by nobody."""
+        raise TypeError(f"{self.traced.graph.name}: only its trace is left, it cannot be called")
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where the numbers and tensors of a trace come from, as places in the walk of a `Binding`.
+
+    Attributes
+    ----------
+    graph : Graph
+    numbers, tensors : tuple of int
+        The place of each of ``graph.params`` and of ``graph.captures``.
+    guards : tuple of (place, value)
+        Numbers that the trace holds for.
+    size_guards : tuple of (place, dim, size)
+        Sizes of tensors that the trace holds for.
+    """
+
+    graph: Graph
+    numbers: tuple[int, ...]
+    tensors: tuple[int, ...]
+    guards: tuple[tuple[int, int | float], ...]
+    size_guards: tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -111,6 +144,8 @@ def trace(mod: Callable[..., Any], kind: Kind) -> Traced:
         `mod` takes other arguments, returns the wrong kind of thing, branches on an index or calls
         what cannot be traced; the message names the user's line.
     """
+    if type(mod) is TracedRule:
+        return mod.traced
     fn = mod.fn if type(mod) is MaskMod else mod
     recent = _recent.get(fn) if type(fn) is FunctionType else None
     if recent is not None and recent[1].graph.kind == kind and recent[0].holds(fn):
@@ -137,6 +172,35 @@ def _trace_walked(mod: Callable[..., Any], kind: Kind) -> tuple[Traced, bool]:
     binding = Binding(mod)
     if binding.key is None:
         return _trace(mod, kind, binding, "lift").bind(binding), False
+    entry = _keyed_entry(mod, kind, binding)
+    return entry.bind(binding), not entry.size_guards
+
+
+def find_sources(mod: Callable[..., Any], kind: Kind) -> Sources | None:
+    """Trace `mod`, and say where its numbers and tensors come from.
+
+    Returns
+    -------
+    Sources or None
+        None where `mod` closes over something that the walk cannot follow.
+
+    Raises
+    ------
+    TypeError
+        See `trace`.
+    """
+    binding = Binding(mod)
+    if binding.key is None:
+        return None
+    entry = _keyed_entry(mod, kind, binding)
+    tensors = tuple(slot for slot in entry.capture_slots if isinstance(slot, int))
+    if len(tensors) < len(entry.capture_slots):  # some are made while tracing
+        return None
+    return Sources(entry.graph, entry.param_slots, tensors, entry.guards, entry.size_guards)
+
+
+def _keyed_entry(mod: Callable[..., Any], kind: Kind, binding: Binding) -> _Entry:
+    """Find or make the trace of a mod whose walk has a key."""
     key = (kind, binding.key)
     entries = _cache.get(key)
     if entries is None:
@@ -145,7 +209,7 @@ def _trace_walked(mod: Callable[..., Any], kind: Kind) -> tuple[Traced, bool]:
         entries = _cache[key] = []
     for entry in entries:
         if entry.holds(binding):
-            return entry.bind(binding), not entry.size_guards
+            return entry
     try:
         entry = _trace(mod, kind, binding, "baked" if binding.asks_type else "symbolic")
     except Exception:
@@ -156,7 +220,7 @@ def _trace_walked(mod: Callable[..., Any], kind: Kind) -> tuple[Traced, bool]:
     if len(entries) >= _MAX_GUARDED:
         entries.pop(0)
     entries.append(entry)
-    return entry.bind(binding), not entry.size_guards
+    return entry
 
 
 def _trace(

@@ -1,0 +1,309 @@
+"""`attention` within a compiled region: the call is taken apart and made through the operator.
+
+All here runs while ``torch.compile`` reads it. Rules are walked in steps that the compiler sees
+(`closures.follow`), so that it guards what they close over: a new closure of the same code with
+other integers or tensors runs the same graph.
+
+Imported by the first such call, since the decorators load the compiler.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexdecode import checks
+from flexdecode.block_mask import BlockMask, create_block_mask
+from flexdecode.bound_mask import BoundMask
+from flexdecode.closures import Paths, follow
+from flexdecode.graph_text import graph_to_text
+from flexdecode.mods import MaskMod
+from flexdecode.tables import Tables
+from flexdecode.trace import Kind, find_sources
+
+__all__ = ["attention_in_graph", "create_mask_in_graph", "update_in_graph"]
+
+
+def _names(record: type, but: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(record) if field.name not in but)
+
+
+_MASK_FIELDS = _names(BlockMask, ("mask_mod", "tables", "rule_of_call"))
+_BOUND_FIELDS = _names(BoundMask, ("mask_mod", "tables", "rule_of_call"))
+_TABLE_FIELDS = _names(Tables, ("unions", "laid_out"))
+_UNION_FIELDS = (
+    "state",
+    "kv_num_blocks",
+    "kv_indices",
+    "full_kv_num_blocks",
+    "full_kv_indices",
+)
+_TORCH_FIELDS = (
+    "kv_num_blocks",
+    "kv_indices",
+    "full_kv_num_blocks",
+    "full_kv_indices",
+    "BLOCK_SIZE",
+    "seq_lengths",
+)
+
+
+class _Unpackable(Exception):
+    """Something that cannot be taken apart into tensors, numbers and text."""
+
+
+# Called while a region is compiled, with the function itself; what it returns is a constant there.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _read_rule(rule: FunctionType, kind: Kind) -> tuple[Any, ...] | None:
+    result: tuple[Any, ...] | None = _read_rule_outside(rule, kind)
+    return result
+
+
+# The compiler may also come here by itself, where it has given up on a caller.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _read_rule_outside(rule: FunctionType, kind: Kind) -> tuple[Any, ...] | None:
+    found = find_sources(rule, kind)
+    if found is None:
+        return None
+    ways = Paths(rule)
+    return (
+        json.dumps(graph_to_text(found.graph)),
+        tuple(ways.functions),
+        tuple(ways.constants),
+        tuple(ways.numbers),
+        tuple(ways.tensors),
+        found.numbers,
+        found.tensors,
+        found.guards,
+        found.size_guards,
+    )
+
+
+class _Packed:
+    """The lists of a packed call; `call` fills them.
+
+    Parameters
+    ----------
+    writes : bool
+        Tables are to be written: they go into a list of their own.
+    """
+
+    def __init__(self, writes: bool = False) -> None:
+        self.tensors: list[Tensor] = []
+        self.ints: list[int] = []
+        self.floats: list[float] = []
+        self.tables: list[Tensor] = []
+        self.writes = writes
+
+    def call(self, arguments: dict[str, Any]) -> str:
+        """Pack arguments by name, but those that are None.
+
+        Returns
+        -------
+        str
+
+        Raises
+        ------
+        _Unpackable
+        """
+        parts = []
+        for name, value in arguments.items():
+            if value is None:
+                continue
+            if name == "score_mod":
+                text = self._rule(value, "score")
+            elif name == "block_mask":
+                text = self._mask(value)
+            elif name == "return_aux":
+                text = self._fields(value, ("lse", "max_scores"))
+            elif name == "kernel_options":
+                text = self._options(value)
+            else:
+                text = self._value(value)
+            parts.append(f'"{name}": {text}')
+        return "{" + ", ".join(parts) + "}"
+
+    def _value(self, value: Any) -> str:
+        if value is None:
+            return "null"
+        if isinstance(value, Tensor):
+            self.tensors.append(value)
+            return '"tensor"'
+        if isinstance(value, bool):
+            return "true" if value else "false"
+        if isinstance(value, (int, torch.SymInt)):
+            self.ints.append(value)  # type: ignore[arg-type]
+            return '"int"'
+        if isinstance(value, (float, torch.SymFloat)):
+            self.floats.append(value)  # type: ignore[arg-type]
+            return '"float"'
+        if isinstance(value, str):
+            return f'["text", "{value}"]'
+        if isinstance(value, torch.dtype):
+            return f'["dtype", "{value}"]'
+        if isinstance(value, tuple):
+            return '["tuple", ' + ", ".join([self._value(each) for each in value]) + "]"
+        raise _Unpackable
+
+    def _fields(self, record: Any, names: tuple[str, ...]) -> str:
+        parts = [f'"{name}": ' + self._value(getattr(record, name)) for name in names]
+        return "{" + ", ".join(parts) + "}"
+
+    def _tables(self, tables: Tables) -> str:
+        others = self.tensors
+        if self.writes:
+            self.tensors = self.tables
+        parts = [self._fields(tables, _TABLE_FIELDS)]
+        for heads, union in tables.unions.items():
+            parts.append(f"[{heads}, {self._fields(union, _UNION_FIELDS)}]")
+        self.tensors = others
+        return "[" + ", ".join(parts) + "]"
+
+    def _options(self, options: Any) -> str:
+        if not isinstance(options, dict):
+            raise _Unpackable
+        parts = [f'"{name}": ' + self._value(value) for name, value in options.items()]
+        return "{" + ", ".join(parts) + "}"
+
+    def _mask(self, mask: Any) -> str:
+        kind = "BlockMask"
+        if isinstance(mask, BlockMask):
+            if mask.rule_of_call is not None:
+                raise _Unpackable
+            names = _MASK_FIELDS
+            if isinstance(mask, BoundMask):
+                kind, names = "BoundMask", _BOUND_FIELDS
+            fields = self._fields(mask, names)
+            tables = "null"
+            if mask.tables is not None:
+                tables = self._tables(mask.tables)
+        elif hasattr(mask, "kv_num_blocks") and hasattr(mask, "mask_mod"):  # torch's own
+            kind, tables = "torch", "null"
+            fields = self._fields(mask, _TORCH_FIELDS)
+        else:
+            raise _Unpackable
+        rule = "null" if mask.mask_mod is None else self._rule(mask.mask_mod, "mask")
+        return f'["{kind}", {fields}, {tables}, {rule}]'
+
+    def _rule(self, rule: Any, kind: Kind) -> str:
+        while isinstance(rule, MaskMod):
+            rule = rule.fn
+        if not isinstance(rule, FunctionType):
+            raise _Unpackable
+        try:
+            rule.__globals__  # noqa: B018
+            within = False
+        except AttributeError:  # made within the region: what it closes over is out of reach
+            within = True
+        if within and rule.__code__.co_freevars:
+            raise _Unpackable
+        read = _read_rule(rule, kind)
+        if read is None:
+            raise _Unpackable
+        text, functions, constants, numbers, tensors, params, captures, guards, sizes = read
+        if within and (len(functions) > 1 or constants or numbers or tensors):
+            raise _Unpackable
+        # What follows tells the compiler what the text depends on.
+        for path in functions:
+            follow(rule, path).__code__  # noqa: B018
+        for path, value in constants:
+            if follow(rule, path) != value:
+                raise _Unpackable
+        for slot, number in guards:
+            if follow(rule, numbers[slot]) != number:
+                raise _Unpackable
+        found = [follow(rule, path) for path in tensors]
+        for slot, dim, size in sizes:
+            if found[slot].shape[dim] != size:
+                raise _Unpackable
+        values = [follow(rule, numbers[slot]) for slot in params]
+        values += [found[slot] for slot in captures]
+        parts = [self._value(each) for each in values]
+        return f'["rule", {text}, [' + ", ".join(parts) + "]]"
+
+
+def attention_in_graph(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Any:
+    """`attention` as one operator; outside the graph where a rule cannot be taken apart.
+
+    Parameters
+    ----------
+    q, k, v : Tensor
+    **arguments
+        All others of `attention`.
+
+    Returns
+    -------
+    out, lse, max_scores : Tensor or None
+        None where a statistic was not asked for.
+
+    Raises
+    ------
+    ValueError
+        q, k or v requires grad while grad mode is on.
+    """
+    checks.check_grad(q, k, v)
+    packed = _Packed()
+    try:
+        call = packed.call(arguments)
+    except _Unpackable:
+        return _attention_outside(q, k, v, arguments)
+    out, lse, max_scores = torch.ops.flexdecode.attention(
+        q, k, v, call, packed.tensors, packed.ints, packed.floats
+    )
+    wanted = arguments["return_aux"]
+    if wanted is None:
+        return out, None, None
+    return out, lse if wanted.lse else None, max_scores if wanted.max_scores else None
+
+
+@torch.compiler.disable(  # type: ignore[no-untyped-call, untyped-decorator]
+    reason="flexdecode.attention: a rule or mask closes over what a graph cannot hold (an object, "
+    "a list, tables combined with a rule, tensors of the compiled region); make the rule outside "
+    "of the region and let it close over numbers, tensors and functions"
+)
+def _attention_outside(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> Any:
+    from flexdecode.api import attention
+
+    result = attention(q, k, v, **arguments)
+    return (result, None, None) if isinstance(result, Tensor) else (result[0], *result[1])
+
+
+def update_in_graph(mask: BoundMask) -> None:
+    """Rewrite the tables of a bound mask, as an operator that changes them in place."""
+    packed = _Packed(writes=True)
+    try:
+        call = packed.call({"block_mask": mask})
+    except _Unpackable:
+        _update_outside(mask)
+        return
+    torch.ops.flexdecode.update(packed.tables, call, packed.tensors, packed.ints, packed.floats)
+
+
+@torch.compiler.disable(  # type: ignore[no-untyped-call, untyped-decorator]
+    reason="flexdecode.BoundMask.update: the rule closes over what a graph cannot hold (an object, "
+    "a list); close over numbers, tensors and functions"
+)
+def _update_outside(mask: BoundMask) -> None:
+    mask.update()
+
+
+def create_mask_in_graph(mask_mod: Any, BLOCK_SIZE: Any, **arguments: Any) -> BlockMask:
+    """`create_block_mask`: a lazy mask within the graph, any other outside of it."""
+    if [value for value in arguments.values() if value is not None]:
+        made: BlockMask = _create_outside(mask_mod, BLOCK_SIZE=BLOCK_SIZE, **arguments)
+        return made
+    size = BLOCK_SIZE if isinstance(BLOCK_SIZE, tuple) else (BLOCK_SIZE, BLOCK_SIZE)
+    return BlockMask(mask_mod, size, "lazy")
+
+
+@torch.compiler.disable(  # type: ignore[no-untyped-call, untyped-decorator]
+    reason="flexdecode.create_block_mask with sizes builds tables; leave the sizes out, or make "
+    "the mask outside of the compiled region"
+)
+def _create_outside(mask_mod: Any, **arguments: Any) -> BlockMask:
+    return create_block_mask(mask_mod, **arguments)

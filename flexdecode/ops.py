@@ -1,0 +1,215 @@
+"""`attention` and `BoundMask.update` as operators of torch, for graphs of compiled code.
+
+Operators take no functions and no masks. So a call is taken apart: its tensors (tables, lengths,
+all that rules capture) and numbers become lists, and a text in JSON says where each belongs and
+what the rules compute. The operator puts the call together again and runs it. Nothing is looked up
+by name or address: a result depends on the arguments alone, which is what CUDA graphs,
+functionalisation and saved programs rely on.
+
+Within a compiled region both call their operators by themselves, see `compiled`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexdecode.block_mask import BlockMask
+from flexdecode.bound_mask import BoundMask
+from flexdecode.graph_text import graph_from_text
+from flexdecode.tables import Tables
+from flexdecode.trace import Traced, TracedRule
+
+__all__ = ["is_transformed"]
+
+# True within torch.func's transforms, whose tensors kernels cannot take.
+is_transformed: Callable[[], bool] = getattr(
+    torch._C, "_are_functorch_transforms_active", lambda: False
+)
+
+_library: Any = torch.library.Library("flexdecode", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(
+    "attention(Tensor q, Tensor k, Tensor v, str call, Tensor[] tensors, SymInt[] ints, "
+    "float[] floats) -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.needs_exact_strides,),
+)
+_library.define(
+    "update(Tensor(a!)[] tables, str call, Tensor[] tensors, SymInt[] ints, float[] floats) -> ()",
+    tags=(torch.Tag.needs_exact_strides,),
+)
+
+
+_NO_AUX = {"lse": False, "max_scores": False}
+
+
+# A compiler that watches frames must not read what runs in here.
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: str,
+    tensors: list[Tensor],
+    ints: list[int],
+    floats: list[float],
+) -> tuple[Tensor, Tensor, Tensor]:
+    from flexdecode.api import AuxRequest, attention
+
+    arguments = _unpack(call, tensors, ints, floats)
+    wanted = AuxRequest(**arguments.pop("return_aux", _NO_AUX))
+    out, aux = attention(q, k, v, return_aux=wanted, **arguments)
+    exact = arguments["backend"] == "reference"
+    lse, max_scores = (
+        out.new_empty(0, dtype=torch.float64 if exact else torch.float32)
+        if rows is None
+        else rows.contiguous()
+        for rows in aux
+    )
+    if lse is max_scores:  # results may not share memory
+        max_scores = lse.clone()
+    return out.contiguous(), lse, max_scores
+
+
+def _attention_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: str,
+    tensors: list[Tensor],
+    ints: list[int],
+    floats: list[float],
+) -> tuple[Tensor, Tensor, Tensor]:
+    stored = _parsed(call)  # not unpacked: checks of values have nothing to look at here
+    wanted = stored.get("return_aux", _NO_AUX)
+    shape = tuple(q.shape[:3])
+    exact = stored["backend"] == ["text", "reference"]
+    lse, max_scores = (
+        q.new_empty(shape if wanted[name] else 0, dtype=torch.float64 if exact else torch.float32)
+        for name in ("lse", "max_scores")
+    )
+    return q.new_empty((*shape, v.shape[3])), lse, max_scores
+
+
+def _attention_vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
+    raise NotImplementedError(
+        "attention: vmap is not supported; q, k and v have a batch dimension, put the mapped one "
+        "there (a rule reads it as b)"
+    )
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _update(
+    tables: list[Tensor],
+    call: str,
+    tensors: list[Tensor],
+    ints: list[int],
+    floats: list[float],
+) -> None:
+    _unpack(call, tensors, ints, floats, tables)["block_mask"].update()
+
+
+_library.impl("attention", _attention, "CompositeExplicitAutograd")
+_library.impl("update", _update, "CompositeExplicitAutograd")
+torch.library.register_fake("flexdecode::attention", _attention_fake, lib=_library)
+torch.library.register_fake("flexdecode::update", lambda *arguments: None, lib=_library)
+torch.library.register_vmap("flexdecode::attention", _attention_vmap, lib=_library)
+
+
+@functools.lru_cache(maxsize=1024)
+def _parsed(call: str) -> Any:
+    return json.loads(call)
+
+
+class _Unpacker:
+    def __init__(
+        self,
+        tensors: list[Tensor],
+        ints: list[int],
+        floats: list[float],
+        tables: list[Tensor] | None,
+    ) -> None:
+        self._lists: dict[str, Iterator[Any]] = {
+            "tensor": iter(tensors),
+            "int": iter(ints),
+            "float": iter(floats),
+        }
+        self._written = None if tables is None else iter(tables)
+
+    def value(self, stored: Any) -> Any:
+        if isinstance(stored, str):
+            return next(self._lists[stored])
+        if isinstance(stored, dict):
+            return {name: self.value(each) for name, each in stored.items()}
+        if not isinstance(stored, list):
+            return stored
+        kind, *rest = stored
+        if kind == "text":
+            return rest[0]
+        if kind == "dtype":
+            return getattr(torch, rest[0].removeprefix("torch."))
+        if kind == "tuple":
+            return tuple([self.value(each) for each in rest])
+        if kind == "rule":
+            return self._rule(*rest)
+        return self._mask(kind, *rest)
+
+    def _rule(self, text: str, values: list[str]) -> TracedRule:
+        graph = graph_from_text(text)
+        found = [self.value(each) for each in values]
+        count = len(graph.params)
+        return TracedRule(Traced(graph, tuple(found[:count]), tuple(found[count:])))
+
+    def _mask(self, kind: str, fields: Any, tables: Any, rule: Any) -> BlockMask:
+        named = self.value(fields)
+        made = None if tables is None else self._tables(*tables)
+        mask_mod = None if rule is None else self.value(rule)
+        if kind == "torch":
+            return _torch_mask(mask_mod, **named)
+        make = BoundMask if kind == "BoundMask" else BlockMask
+        return make(mask_mod=mask_mod, tables=made, **named)
+
+    def _tables(self, fields: Any, *unions: Any) -> Tables:
+        others = self._lists["tensor"]
+        if self._written is not None:
+            self._lists["tensor"] = self._written
+        tables = Tables(**self.value(fields))
+        for heads, union in unions:
+            from flexdecode.kernels.tables import TableBuffers
+
+            tables.unions[heads] = TableBuffers(**self.value(union))
+        self._lists["tensor"] = others
+        return tables
+
+
+def _torch_mask(mask_mod: TracedRule | None, *, seq_lengths: Any, **tables: Any) -> BlockMask:
+    nQ = tables["kv_num_blocks"].shape[-1]
+    q_len = min(seq_lengths[0], nQ * tables["BLOCK_SIZE"][0])
+    mask = BlockMask.from_kv_blocks(
+        **tables, mask_mod=mask_mod, seq_lengths=(q_len, seq_lengths[1]), q_offset=0
+    )
+    return dataclasses.replace(mask, source="torch")
+
+
+def _unpack(
+    call: str,
+    tensors: list[Tensor],
+    ints: list[int],
+    floats: list[float],
+    tables: list[Tensor] | None = None,
+) -> dict[str, Any]:
+    """Put a packed call together again.
+
+    Returns
+    -------
+    dict
+        The arguments by name. Rules are `TracedRule`; ``return_aux`` and ``kernel_options`` are
+        dicts.
+    """
+    arguments: dict[str, Any] = _Unpacker(tensors, ints, floats, tables).value(_parsed(call))
+    return arguments

@@ -1,0 +1,359 @@
+"""`attention` within ``torch.compile`` and ``torch.export``: one operator, no graph breaks."""
+
+import io
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from flexdecode import AuxRequest, BlockMask, attention, compiled, create_block_mask
+from flexdecode.graph_text import graph_from_text, graph_to_text
+from flexdecode.masks import causal, sliding_window
+from flexdecode.trace import trace
+from tests import mod_cases
+from tests.helpers import assert_matches, random_inputs
+
+B, HQ, HKV, LKV, D = 2, 4, 2, 64, 16
+Q, K, V = random_inputs(B, HQ, HKV, 1, LKV, D)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    with torch.no_grad():
+        yield
+    torch._dynamo.reset()
+
+
+class Compiled:
+    """A function compiled without graph breaks, and how often that happened."""
+
+    def __init__(self, function, backend="eager"):
+        self.counter = CompileCounterWithBackend(backend)
+        self.function = function
+        self.compiled = torch.compile(function, fullgraph=True, backend=self.counter)
+
+    def check(self, *args):
+        """Run and compare with the same function, not compiled."""
+        found = self.compiled(*args)
+        torch.testing.assert_close(found, self.function(*args), atol=1e-6, rtol=0)
+        return found
+
+    @property
+    def count(self):
+        return self.counter.frame_count
+
+
+def window_of(size, ids):
+    def inside(q_idx, kv_idx):
+        return q_idx - kv_idx < size
+
+    return lambda b, h, q_idx, kv_idx: inside(q_idx, kv_idx) & (ids[kv_idx] < 9)
+
+
+def decayed(rate, slopes, cap=20.0):
+    return lambda score, b, h, q_idx, kv_idx: (
+        cap * torch.tanh(score / cap) - slopes[h] * (q_idx - kv_idx) * rate
+    )
+
+
+def ids_of(step):
+    return torch.full((LKV + step,), step)
+
+
+LENGTHS = torch.tensor([20, 33])
+# What the i-th call passes to attention. All calls of a case share one graph, or two at most.
+CASES = {
+    "no mask": lambda i: {"kv_len": LENGTHS + i},
+    "length int": lambda i: {"kv_len": 40 + i, "q_offset": 41 + i},
+    "lazy": lambda i: {
+        "block_mask": create_block_mask(window_of(9 + i, ids_of(i)), BLOCK_SIZE=16),
+        "kv_len": LENGTHS + i,
+    },
+    "sized": lambda i: {
+        "block_mask": create_block_mask(causal & sliding_window(9), None, None, 1, LKV),
+    },
+    "fixed": lambda i: {
+        "block_mask": create_block_mask(
+            sliding_window(9), B, HQ, 1, LKV, BLOCK_SIZE=16, q_offset=torch.tensor([30 + i, 20])
+        ),
+    },
+    "blocks": lambda i: {
+        "block_mask": BlockMask.from_kv_blocks(
+            torch.tensor([[[1]]]), torch.tensor([[[[i]]]]), BLOCK_SIZE=16
+        ),
+    },
+    "bound": lambda i: {
+        "block_mask": create_block_mask(window_of(9 + i, ids_of(i)), BLOCK_SIZE=16).bind(
+            batch=B, heads=HQ, q_len=1, kv_len=LENGTHS + i, kv_capacity=LKV
+        ),
+    },
+    "score": lambda i: {
+        "score_mod": decayed(1 + i, torch.rand(HQ)),
+        "kv_len": LENGTHS,
+        "bias": torch.rand(1, HQ, 1, LKV),
+        "sinks": torch.rand(HQ),
+    },
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", CASES)
+def test_equals_eager_and_compiles_twice_at_most(name, backend):
+    if backend == "aot_eager" and name not in ("fixed", "bound", "score"):
+        pytest.skip("a sample")
+
+    def region(q, k, v, arguments):
+        aux = AuxRequest(lse=True, max_scores=True)
+        return attention(q * 1.5, k, v, return_aux=aux, scale=0.3, **arguments)
+
+    region = Compiled(region, backend)
+    for i in range(4):
+        region.check(Q, K, V, CASES[name](i))
+    assert region.count <= 2
+
+
+def test_a_mask_of_torch():
+    from torch.nn.attention.flex_attention import create_block_mask as torchs
+
+    mask = torchs(lambda b, h, q, kv: (q >= kv) | (kv < 30), None, None, 1, LKV, device="cpu")
+    Compiled(lambda mask: attention(Q, K, V, block_mask=mask)).check(mask)
+
+
+def test_300_tokens_of_a_bound_mask_compile_once():
+    """Lengths move in place; the tables are rewritten within the region."""
+    lengths = torch.tensor([1, 20])
+    k, v = random_inputs(B, HQ, HKV, 1, 330, D)[1:]
+    mask = create_block_mask(causal & sliding_window(50), BLOCK_SIZE=32)
+    step = mask.bind(batch=B, heads=HQ, q_len=1, kv_len=lengths, kv_capacity=330)
+
+    def region(q):
+        step.update()
+        return attention(q, k, v, block_mask=step)
+
+    region = Compiled(region)
+    for _ in range(300):
+        lengths += 1
+        out = region.compiled(Q)
+    assert region.count == 1
+    wanted = {"mask": causal & sliding_window(50), "kv_len": lengths}
+    assert_matches(out, Q, k, v, **wanted)
+
+
+def test_300_tokens_of_a_growing_cache_compile_twice():
+    """Lengths are dynamic integers, and every token makes a new rule."""
+    region = Compiled(lambda q, k, v, mask: attention(q, k, v, block_mask=mask))
+    k, v = random_inputs(B, HQ, HKV, 1, 310, D)[1:]
+    for length in range(10, 310):
+        rule = window_of(length - 5, torch.zeros(length, dtype=torch.int64))
+        mask = create_block_mask(rule, BLOCK_SIZE=32)
+        out = region.compiled(Q, k[:, :, :length], v[:, :, :length], mask)
+    assert region.count <= 2
+    assert_matches(out, Q, k[:, :, :length], v[:, :, :length], mask=rule)
+
+
+def test_length_as_dynamic_integer_compiles_twice():
+    region = Compiled(lambda q, kv_len: attention(q, K, V, kv_len=kv_len))
+    for kv_len in range(2, LKV):
+        region.check(Q, kv_len)
+    assert region.count <= 2
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["cpu", "triton"])
+def test_update_within_the_region_reaches_every_buffer(kernels):
+    """Lists by head are united for key heads: what was united before is rewritten too."""
+    backend = "triton" if kernels else "cpu"
+    lengths = torch.tensor([20, 30])
+    mask = create_block_mask(lambda b, h, q, kv: q - kv < 10 + 5 * h, BLOCK_SIZE=16)
+    step = mask.bind(batch=B, heads=HQ, q_len=1, kv_len=lengths, kv_capacity=LKV)
+    attention(Q, K, V, block_mask=step, backend=backend)
+
+    def region(q):
+        step.update()
+        return attention(q, K, V, block_mask=step, backend=backend)
+
+    region = Compiled(region, "aot_eager")
+    for _ in range(2):
+        lengths += 9
+        for table in step.tables.tensors:
+            table.zero_()
+        out = region.compiled(Q)
+        wanted = attention(Q, K, V, block_mask=mask, kv_len=lengths)
+        torch.testing.assert_close(out, wanted, atol=1e-5, rtol=0)
+        again = attention(Q, K, V, block_mask=step, backend=backend)
+        torch.testing.assert_close(again, wanted, atol=1e-5, rtol=0)
+    assert region.count == 1
+
+
+def test_code_that_a_rule_calls_is_guarded():
+    def under(test):
+        return lambda b, h, q_idx, kv_idx: test(kv_idx)
+
+    region = Compiled(lambda mask: attention(Q, K, V, block_mask=mask))
+    for test in (lambda kv: kv < 10, lambda kv: kv >= 10, lambda kv: kv % 3 == 0):
+        region.check(create_block_mask(under(test)))
+    assert region.count == 3
+
+
+def test_numbers_that_shape_a_rule_are_guarded():
+    def repeated(times, kind):
+        def rule(score, b, h, q_idx, kv_idx):
+            for _ in range(times):
+                score = score * 0.5
+            return score + 1 if kind == "more" else score
+
+        return rule
+
+    region = Compiled(lambda rule: attention(Q, K, V, score_mod=rule))
+    for times, kind in ((1, "less"), (3, "less"), (3, "more"), (2, "more")):
+        region.check(repeated(times, kind))
+
+
+def test_captures_that_coincide_are_guarded():
+    def both(first, second):
+        return lambda score, b, h, q_idx, kv_idx: score + first[h] - second[h]
+
+    one, other = torch.rand(HQ), torch.rand(HQ)
+    region = Compiled(lambda rule: attention(Q, K, V, score_mod=rule))
+    for first, second in ((one, one), (one, other), (other, one)):
+        region.check(both(first, second))
+
+
+def test_a_number_that_a_rule_is_given_later_is_seen():
+    size = 5
+
+    def rule(b, h, q_idx, kv_idx):
+        return q_idx - kv_idx < size
+
+    mask = create_block_mask(rule)
+    region = Compiled(lambda: attention(Q, K, V, block_mask=mask))
+    for size in (5, 9, 30):  # noqa: B007  # the rule reads it
+        assert_matches(region.check(), Q, K, V, mask=rule)
+
+
+def test_masks_made_in_the_region():
+    region = Compiled(lambda q: attention(q, K, V, block_mask=create_block_mask(causal)))
+    region.check(Q)
+
+
+def test_what_no_graph_holds_breaks_it_and_says_why():
+    limit = [30]
+    mask = create_block_mask(lambda b, h, q_idx, kv_idx: kv_idx < limit[0])
+
+    def region(q):
+        return attention(q * 2, K, V, block_mask=mask) + 1
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="closes over what a graph cannot hold"):
+        torch.compile(region, backend="eager", fullgraph=True)(Q)
+    torch.testing.assert_close(torch.compile(region, backend="eager")(Q), region(Q))
+
+
+def test_rules_over_tensors_of_the_region_break_it():
+    def region(q):
+        slopes = torch.arange(HQ) * q.sum()
+        rule = lambda score, b, h, q_idx, kv_idx: score + slopes[h]  # noqa: E731
+        return attention(q, K, V, score_mod=rule) + 1
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="tensors of the compiled region"):
+        torch.compile(region, backend="eager", fullgraph=True)(Q)
+    torch.testing.assert_close(torch.compile(region, backend="eager")(Q), region(Q))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # its own
+def test_inductor():
+    """The compiler's own wrapper around the operator; nothing of it needs a C++ compiler."""
+    pytest.importorskip("triton")
+    lengths = torch.tensor([20, 30])
+    mask = create_block_mask(causal & sliding_window(9), BLOCK_SIZE=16)
+    step = mask.bind(batch=B, heads=HQ, q_len=1, kv_len=lengths, kv_capacity=LKV)
+
+    def region(q, k, v):
+        step.update()
+        out, aux = attention(q, k, v, block_mask=step, return_aux=AuxRequest(lse=True))
+        return out, aux.lse
+
+    region = Compiled(region, "inductor")
+    for _ in range(2):
+        lengths += 7
+        region.check(Q, K, V)
+    assert region.count == 1
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("slopes", torch.rand(HQ))
+        self.rule = decayed(2, self.slopes)
+        self.mask = create_block_mask(causal & sliding_window(30), BLOCK_SIZE=16)
+
+    def forward(self, q, k, v, kv_len):
+        return attention(q, k, v, block_mask=self.mask, score_mod=self.rule, kv_len=kv_len)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_with_dynamic_shapes_survives_a_file(strict):
+    layer = Layer()
+    dynamic = torch.export.Dim.DYNAMIC
+    shapes = ({0: dynamic}, {0: dynamic, 2: dynamic}, {0: dynamic, 2: dynamic}, {0: dynamic})
+    program = torch.export.export(layer, (Q, K, V, LENGTHS), dynamic_shapes=shapes, strict=strict)
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    loaded = torch.export.load(file).module()
+    q, k, v = random_inputs(3, HQ, HKV, 1, 90, D, seed=1)
+    kv_len = torch.tensor([90, 1, 40])
+    torch.testing.assert_close(loaded(q, k, v, kv_len), layer(q, k, v, kv_len))
+
+
+@pytest.mark.parametrize("name", ["bound", "score", "no mask"])
+def test_operators_pass_torchs_own_checks(name):
+    arguments = CASES[name](0)
+    packed = compiled._Packed()
+    call = packed.call({"return_aux": AuxRequest(lse=True), "backend": "auto", **arguments})
+    torch.library.opcheck(
+        torch.ops.flexdecode.attention.default,
+        (Q, K, V, call, packed.tensors, packed.ints, packed.floats),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+    if name == "bound":
+        packed = compiled._Packed(writes=True)
+        call = packed.call(arguments)
+        torch.library.opcheck(
+            torch.ops.flexdecode.update.default,
+            (packed.tables, call, packed.tensors, packed.ints, packed.floats),
+            test_utils=("test_schema", "test_faketensor"),
+        )
+
+
+def test_vmap_is_refused():
+    with pytest.raises(NotImplementedError, match="attention: vmap is not supported; q, k and v"):
+        torch.func.vmap(lambda q: attention(q, K, V))(torch.stack([Q, Q]))
+
+
+def test_gradients_are_refused():
+    q = Q.clone().requires_grad_()
+    with torch.enable_grad():
+        with pytest.raises(ValueError, match="q: expected a tensor that does not require grad"):
+            torch.compile(lambda q: attention(q, K, V), backend="eager")(q)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="has no backward pass"):
+            torch.compile(lambda q: attention(q, K, V), backend="eager", fullgraph=True)(q)
+        with pytest.raises(ValueError, match="has no backward pass"):
+            torch.func.grad(lambda q: attention(q, K, V).sum())(Q)
+
+
+def test_wrong_shapes_keep_their_message():
+    with pytest.raises(ValueError, match="k: expected head dim 16 to match q, got 5"):
+        torch.compile(lambda q, k: attention(q, k, V), backend="aot_eager")(Q, K[..., :5])
+
+
+RULES = [(name, rule, "mask") for name, rule in mod_cases.masks().items()]
+RULES += [(name, rule, "score") for name, rule in mod_cases.scores().items()]
+
+
+@pytest.mark.parametrize(("name", "rule", "kind"), RULES, ids=[name for name, *_ in RULES])
+def test_a_graph_survives_its_text(name, rule, kind):
+    graph = trace(rule, kind).graph
+    again = graph_from_text(graph_to_text(graph))
+    assert again.key == graph.key
+    assert str(again) == str(graph)
+    assert (again.name, again.where, again.uses) == (graph.name, graph.where, graph.uses)
