@@ -3,7 +3,8 @@
 #   make demo     a real model generates text through flexdecode
 #   make test     the tests, on the GPU where there is one
 #   make lint     ruff, formatting, mypy
-#   make docs     the pages under docs/, warnings are errors
+#   make docs     the pages under docs/, warnings are errors; runs the masks gallery
+#   make gallery  run the masks gallery and keep its pictures in the notebook
 #   make bench    the benchmarks; they want a GPU
 #   make clean    remove the environment and all build products
 
@@ -14,7 +15,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet --quiet install
 STAMPS := $(VENV)/stamps
 
-.PHONY: demo test lint docs bench clean
+.PHONY: demo test lint docs gallery bench clean
 .DEFAULT_GOAL := test
 
 demo: $(STAMPS)/demo
@@ -31,6 +32,9 @@ lint: $(STAMPS)/dev
 docs: $(STAMPS)/docs
 	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet docs docs/_build/html
 	@echo "docs/_build/html/index.html"
+
+gallery: $(STAMPS)/docs
+	$(BIN)/python docs/execute_gallery.py
 
 bench: $(STAMPS)/dev
 	$(BIN)/python -m benchmarks.run $(ARGS)

@@ -270,6 +270,8 @@ def plot_scores(
         What `attention` would raise.
     """
     ax = axes(ax)
+    from matplotlib.colors import PowerNorm
+
     # With the identity for values, the output is the weights.
     ones = torch.eye(k.shape[2], dtype=q.dtype, device=q.device).expand(*k.shape[:3], -1)
     call.update(score_mod=score_mod, block_mask=block_mask, backend="reference")
@@ -278,8 +280,7 @@ def plot_scores(
     image = ax.imshow(
         weights.masked_fill(weights == 0, torch.nan).numpy(),
         cmap="cividis",
-        vmin=0,
-        vmax=max(weights.max().item(), 1e-6),
+        norm=PowerNorm(0.5, 0, max(weights.max().item(), 1e-6)),  # small weights show too
         interpolation="nearest",
         aspect="equal" if weights.shape[0] * 4 >= weights.shape[1] else "auto",
     )

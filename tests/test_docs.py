@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,6 +95,17 @@ def test_every_public_name_is_on_its_page(page: str, module: str) -> None:
     tables = re.findall(r"^\|.*", (ROOT / "docs" / page).read_text(), re.MULTILINE)
     listed = set(re.findall(r"\w+", " ".join(tables)))
     assert not set(names) - listed
+
+
+def test_the_gallery_shows_every_rule_and_has_run() -> None:
+    notebook = json.loads((ROOT / "docs" / "masks_gallery.ipynb").read_text())
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    source = "".join("".join(cell["source"]) for cell in code)
+    names = importlib.import_module("flexdecode.masks").__all__
+    assert not {name for name in names if not re.search(rf"\b{name}\b", source)}
+    outputs = [output for cell in code for output in cell["outputs"]]
+    assert not [output for output in outputs if output["output_type"] == "error"]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) > 30
 
 
 def test_blocks_are_found_and_failures_shown() -> None:
