@@ -85,6 +85,24 @@ def append_kv(
     >>> k_cache.flatten().tolist(), v_cache.flatten().tolist()
     ([0.0, 1.0, 1.0, 0.0], [0.0, 5.0, 5.0, 0.0])
     """
+    if torch.compiler.is_compiling():
+        from flexdecode.compiled import append_in_graph
+
+        append_in_graph(
+            k_cache,
+            v_cache,
+            k_new,
+            v_new,
+            kv_len=kv_len,
+            kv_start=kv_start,
+            page_table=page_table,
+            cu_seqlens=cu_seqlens,
+            rotary_cos=rotary_cos,
+            rotary_sin=rotary_sin,
+            rotary_interleaved=rotary_interleaved,
+            backend=backend,
+        )
+        return
     _check_tensors(k_cache, v_cache, k_new, v_new)
     device = k_cache.device
     made, _, rows, D = k_new.shape

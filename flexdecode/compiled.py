@@ -23,10 +23,11 @@ from flexdecode.bound_mask import BoundMask
 from flexdecode.closures import Paths, follow
 from flexdecode.graph_text import graph_to_text
 from flexdecode.mods import MaskMod
+from flexdecode.packed import PackedQueries
 from flexdecode.tables import Tables
 from flexdecode.trace import Kind, find_sources
 
-__all__ = ["attention_in_graph", "create_mask_in_graph", "update_in_graph"]
+__all__ = ["append_in_graph", "attention_in_graph", "create_mask_in_graph", "update_in_graph"]
 
 
 def _names(record: type, but: tuple[str, ...]) -> tuple[str, ...]:
@@ -34,7 +35,7 @@ def _names(record: type, but: tuple[str, ...]) -> tuple[str, ...]:
 
 
 _MASK_FIELDS = _names(BlockMask, ("mask_mod", "tables", "rule_of_call"))
-_BOUND_FIELDS = _names(BoundMask, ("mask_mod", "tables", "rule_of_call"))
+_BOUND_FIELDS = _names(BoundMask, ("mask_mod", "tables", "rule_of_call", "packed"))
 _TABLE_FIELDS = _names(Tables, ("unions", "laid_out"))
 _UNION_FIELDS = (
     "state",
@@ -154,11 +155,15 @@ class _Packed:
         parts = [f'"{name}": ' + self._value(getattr(record, name)) for name in names]
         return "{" + ", ".join(parts) + "}"
 
-    def _tables(self, tables: Tables) -> str:
+    def _tables(self, tables: Tables, packed: PackedQueries | None) -> str:
+        queries = "null"
+        if packed is not None:
+            queries = self._fields(packed, ("cu_seqlens", "total", "BLOCK_Q"))
         others = self.tensors
         if self.writes:
             self.tensors = self.tables
-        parts = [self._fields(tables, _TABLE_FIELDS)]
+        tiles = "null" if packed is None else self._value(packed.tiles)
+        parts = [f"[{queries}, {tiles}]", self._fields(tables, _TABLE_FIELDS)]
         for heads, union in tables.unions.items():
             parts.append(f"[{heads}, {self._fields(union, _UNION_FIELDS)}]")
         self.tensors = others
@@ -181,7 +186,8 @@ class _Packed:
             fields = self._fields(mask, names)
             tables = "null"
             if mask.tables is not None:
-                tables = self._tables(mask.tables)
+                packed = mask.packed if isinstance(mask, BoundMask) else None
+                tables = self._tables(mask.tables, packed)
         elif hasattr(mask, "kv_num_blocks") and hasattr(mask, "mask_mod"):  # torch's own
             kind, tables = "torch", "null"
             fields = self._fields(mask, _TORCH_FIELDS)
@@ -290,6 +296,17 @@ def update_in_graph(mask: BoundMask) -> None:
 )
 def _update_outside(mask: BoundMask) -> None:
     mask.update()
+
+
+def append_in_graph(
+    k_cache: Tensor, v_cache: Tensor, k_new: Tensor, v_new: Tensor, **arguments: Any
+) -> None:
+    """`append_kv` as an operator that changes the caches in place."""
+    packed = _Packed()
+    call = packed.call(arguments)
+    torch.ops.flexdecode.append(
+        k_cache, v_cache, k_new, v_new, call, packed.tensors, packed.ints, packed.floats
+    )
 
 
 def create_mask_in_graph(mask_mod: Any, BLOCK_SIZE: Any, **arguments: Any) -> BlockMask:

@@ -1,4 +1,4 @@
-"""`attention` and `BoundMask.update` as operators of torch, for graphs of compiled code.
+"""`attention`, `append_kv` and `BoundMask.update` as operators of torch, for compiled graphs.
 
 Operators take no functions and no masks. So a call is taken apart: its tensors (tables, lengths,
 all that rules capture) and numbers become lists, and a text in JSON says where each belongs and
@@ -6,7 +6,7 @@ what the rules compute. The operator puts the call together again and runs it. N
 by name or address: a result depends on the arguments alone, which is what CUDA graphs,
 functionalisation and saved programs rely on.
 
-Within a compiled region both call their operators by themselves, see `compiled`.
+Within a compiled region they call their operators by themselves, see `compiled`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import Tensor
 from flexdecode.block_mask import BlockMask
 from flexdecode.bound_mask import BoundMask
 from flexdecode.graph_text import graph_from_text
+from flexdecode.packed import PackedQueries
 from flexdecode.tables import Tables
 from flexdecode.trace import Traced, TracedRule
 
@@ -37,6 +38,11 @@ _library: Any = torch.library.Library("flexdecode", "FRAGMENT")  # type: ignore[
 _library.define(
     "attention(Tensor q, Tensor k, Tensor v, str call, Tensor[] tensors, SymInt[] ints, "
     "float[] floats) -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.needs_exact_strides,),
+)
+_library.define(
+    "append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k_new, Tensor v_new, str call, "
+    "Tensor[] tensors, SymInt[] ints, float[] floats) -> ()",
     tags=(torch.Tag.needs_exact_strides,),
 )
 _library.define(
@@ -114,9 +120,27 @@ def _update(
     _unpack(call, tensors, ints, floats, tables)["block_mask"].update()
 
 
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _append(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    call: str,
+    tensors: list[Tensor],
+    ints: list[int],
+    floats: list[float],
+) -> None:
+    from flexdecode.appending import append_kv
+
+    append_kv(k_cache, v_cache, k_new, v_new, **_unpack(call, tensors, ints, floats))
+
+
 _library.impl("attention", _attention, "CompositeExplicitAutograd")
+_library.impl("append", _append, "CompositeExplicitAutograd")
 _library.impl("update", _update, "CompositeExplicitAutograd")
 torch.library.register_fake("flexdecode::attention", _attention_fake, lib=_library)
+torch.library.register_fake("flexdecode::append", lambda *arguments: None, lib=_library)
 torch.library.register_fake("flexdecode::update", lambda *arguments: None, lib=_library)
 torch.library.register_vmap("flexdecode::attention", _attention_vmap, lib=_library)
 
@@ -167,24 +191,33 @@ class _Unpacker:
 
     def _mask(self, kind: str, fields: Any, tables: Any, rule: Any) -> BlockMask:
         named = self.value(fields)
-        made = None if tables is None else self._tables(*tables)
+        made = None
+        if tables is not None:
+            packed, made = self._tables(*tables)
+            if packed is not None:
+                named["packed"] = packed
         mask_mod = None if rule is None else self.value(rule)
         if kind == "torch":
             return _torch_mask(mask_mod, **named)
         make = BoundMask if kind == "BoundMask" else BlockMask
         return make(mask_mod=mask_mod, tables=made, **named)
 
-    def _tables(self, fields: Any, *unions: Any) -> Tables:
+    def _tables(
+        self, queries: Any, fields: Any, *unions: Any
+    ) -> tuple[PackedQueries | None, Tables]:
+        named = self.value(queries[0])
         others = self._lists["tensor"]
         if self._written is not None:
             self._lists["tensor"] = self._written
+        tiles = self.value(queries[1])
+        packed = None if named is None else PackedQueries(tiles=tiles, **named)
         tables = Tables(**self.value(fields))
         for heads, union in unions:
             from flexdecode.kernels.tables import TableBuffers
 
             tables.unions[heads] = TableBuffers(**self.value(union))
         self._lists["tensor"] = others
-        return tables
+        return packed, tables
 
 
 def _torch_mask(mask_mod: TracedRule | None, *, seq_lengths: Any, **tables: Any) -> BlockMask:
