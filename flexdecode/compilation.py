@@ -7,7 +7,7 @@ from typing import Any
 
 __all__ = ["compile_count"]
 
-_KERNEL_MODULES = ("decode", "reduce", "tables")
+_KERNEL_MODULES = ("decode", "reduce", "tables", "interval_tables")
 
 
 def compile_count() -> int:

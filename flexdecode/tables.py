@@ -25,7 +25,7 @@ from flexdecode.block_states import (
     block_strips,
     packed_states,
 )
-from flexdecode.device_tables import build_device_tables
+from flexdecode.device_tables import build_compact_device_tables, build_device_tables
 
 if TYPE_CHECKING:
     from flexdecode.trace import Traced
@@ -140,11 +140,13 @@ def build_tables(mask: Traced, extent: Extent, *, compact: bool | None = None) -
         states = packed_states(mask, extent)
         return tables_from_mask_states(states, extent.BLOCK_SIZE, exact=True, compact=False)
     if compact is None:
-        compact = extent.for_kernels(mask).entries() > _PADDED_ENTRIES and extent.packed is None
+        own = extent.packed is None and extent.kv_start is None
+        compact = own and extent.for_kernels(mask).entries() > _PADDED_ENTRIES
+    if extent.device.type == "cuda":
+        build = build_compact_device_tables if compact else build_device_tables
+        return build(mask, extent.for_kernels(mask))
     if compact:
         return _compact_tables(block_strips(mask, extent), extent.for_mask(mask))
-    if extent.device.type == "cuda":
-        return build_device_tables(mask, extent.for_kernels(mask))
     return tables_from_mask_states(
         block_states(mask, extent), extent.BLOCK_SIZE, exact=True, compact=False
     )

@@ -29,7 +29,7 @@ def slice_bounds(
         Every element was looked at: not where more than `reach` of them are meant, nor where the
         index leaves the tensor or changes sign.
     """
-    STEP: tl.constexpr = 32
+    STEP: tl.constexpr = 8
     first = tl.where(last < 0, first + size, first)
     last = tl.where(last < 0, last + size, last)
     known = (first >= 0) & (last < size) & (last - first < reach)
@@ -51,7 +51,7 @@ def slice_bounds(
 @triton.jit
 def float_slice_bounds(ptr, base, stride, first, last, size, reach):
     """`slice_bounds` of floats, as float64; infinite where not known, or where there is a NaN."""
-    STEP: tl.constexpr = 32
+    STEP: tl.constexpr = 8
     first = tl.where(last < 0, first + size, first)
     last = tl.where(last < 0, last + size, last)
     known = (first >= 0) & (last < size) & (last - first < reach)

@@ -6,6 +6,7 @@ inside a CUDA graph, from lengths that change between replays. The dense mask is
 `_classify_kernel` reduces each block to one byte.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +27,8 @@ CLASSIFY_RUN_TIME = (
 ).split()
 ANY_ADDRESS = (
     "state_ptr num_ptr indices_ptr full_num_ptr full_indices_ptr kv_len_ptr kv_start_ptr "
-    "q_offset_ptr tiles_ptr"
+    "q_offset_ptr tiles_ptr union_num_ptr union_indices_ptr union_full_num_ptr "
+    "union_full_indices_ptr"
 ).split()
 
 
@@ -67,13 +69,14 @@ def list_blocks(
     indices_ptr,
     full_indices_ptr,  # of this row
 ):
-    """Append some blocks to a row's lists; return how many are listed then."""
+    """Append some blocks to a row's lists, if there are any; return how many are listed then."""
     is_partial = (state == 1).to(tl.int32)
     is_full = (state == 2).to(tl.int32)
-    at = partial + tl.cumsum(is_partial, 0) - is_partial
-    tl.store(indices_ptr + at, blocks, mask=is_partial != 0)
-    at = full + tl.cumsum(is_full, 0) - is_full
-    tl.store(full_indices_ptr + at, blocks, mask=is_full != 0)
+    if indices_ptr is not None:
+        at = partial + tl.cumsum(is_partial, 0) - is_partial
+        tl.store(indices_ptr + at, blocks, mask=is_partial != 0)
+        at = full + tl.cumsum(is_full, 0) - is_full
+        tl.store(full_indices_ptr + at, blocks, mask=is_full != 0)
     return partial + tl.sum(is_partial, 0), full + tl.sum(is_full, 0)
 
 
@@ -159,18 +162,26 @@ def _classify_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["nKV", "nQ", "group", "columns"], do_not_specialize_on_alignment=ANY_ADDRESS
+    do_not_specialize="nKV nQ group columns full_columns rows union_group".split(),
+    do_not_specialize_on_alignment=ANY_ADDRESS,
 )
 def _compact_kernel(
     state_ptr,  # [lists, group, nQ, nKV] uint8
     num_ptr,  # [rows] int32, written
-    indices_ptr,  # [rows, columns] int32, written up to the count
+    indices_ptr,  # [rows, columns] int32, written up to the count; None: count only
     full_num_ptr,  # [rows] int32, written
-    full_indices_ptr,  # [rows, columns] int32, written up to the count
+    full_indices_ptr,  # [rows, full_columns] int32, written up to the count; or None
     nKV: tl.int32,
     nQ: tl.int32,
     group: tl.int32,
     columns: tl.int64,
+    full_columns: tl.int64,
+    rows: tl.int32,
+    union_num_ptr,  # the same states listed once more by other groups, of as many columns; or None
+    union_indices_ptr,
+    union_full_num_ptr,
+    union_full_indices_ptr,
+    union_group: tl.int32,
     C: tl.constexpr,
 ):
     """List the partial and the full blocks of one row, ascending.
@@ -178,9 +189,18 @@ def _compact_kernel(
     A row may stand for a group of heads: it lists what any of them does, as full what is for all.
     """
     row = tl.program_id(0).to(tl.int64)
+    if union_num_ptr is not None:
+        if row >= rows:
+            row = row - rows
+            group = union_group
+            num_ptr = union_num_ptr
+            indices_ptr = union_indices_ptr
+            full_num_ptr = union_full_num_ptr
+            full_indices_ptr = union_full_indices_ptr
     state_ptr += (row // nQ * group * nQ + row % nQ) * nKV
-    indices_ptr += row * columns
-    full_indices_ptr += row * columns
+    if indices_ptr is not None:
+        indices_ptr += row * columns
+        full_indices_ptr += row * full_columns
     partial = 0
     full = 0
     for start in tl.range(0, loop_bound(nKV), C):
@@ -205,7 +225,7 @@ class TableBuffers:
     state : Tensor, [B or 1, heads or heads * group, nQ, nKV], uint8, contiguous
     kv_num_blocks, full_kv_num_blocks : Tensor, [B or 1, heads, nQ], int32, contiguous
     kv_indices, full_kv_indices : Tensor, [B or 1, heads, nQ, columns], int32, contiguous
-        ``columns >= nKV``; entries past a count are left as they are.
+        Wide enough; entries past a count are left as they are.
     """
 
     state: Tensor
@@ -213,6 +233,11 @@ class TableBuffers:
     kv_indices: Tensor
     full_kv_num_blocks: Tensor
     full_kv_indices: Tensor
+
+    @property
+    def group(self) -> int:
+        """Heads that share a list."""
+        return self.state.shape[1] // self.kv_num_blocks.shape[1]
 
     @classmethod
     def empty(
@@ -244,8 +269,9 @@ def launch_tables(
     BLOCK_SIZE: tuple[int, int],
     kv_start: Tensor | None = None,
     tiles: Tensor | None = None,
+    unions: Sequence[TableBuffers] = (),
 ) -> None:
-    """Fill `buffers` with the tables of `mask`.
+    """Fill `buffers` with the tables of `mask`, in two launches at most if there is one union.
 
     Parameters
     ----------
@@ -262,11 +288,14 @@ def launch_tables(
         Slots that are not a sequence's own, before its keys.
     tiles : Tensor, [5, nQ], int32, contiguous, optional
         What each row of blocks holds, where queries are packed; see `write_query_tiles`.
+    unions : sequence of TableBuffers
+        As in `launch_compact`: filled too.
     """
     B, heads, nQ, nKV = buffers.state.shape
     if buffers.state.numel() == 0:
-        buffers.kv_num_blocks.zero_()
-        buffers.full_kv_num_blocks.zero_()
+        for lists in (buffers, *unions):
+            lists.kv_num_blocks.zero_()
+            lists.full_kv_num_blocks.zero_()
         return
     BLOCK_Q, KV_BLOCK = BLOCK_SIZE
     KV_TILE = next_power_of_2(KV_BLOCK)
@@ -308,24 +337,59 @@ def launch_tables(
         BLOCKS=BLOCKS,
     )
     if chunks > 1:
-        launch_compact(buffers)
+        launch_compact(buffers, unions)
+    else:
+        for union in unions:
+            launch_compact(union)
 
 
-def launch_compact(buffers: TableBuffers) -> None:
-    """Fill the lists of `buffers` from its states."""
-    _, heads, nQ, nKV = buffers.state.shape
+def launch_compact(buffers: TableBuffers, unions: Sequence[TableBuffers] = ()) -> None:
+    """Fill the lists of `buffers` from its states, in the same launch those of one union.
+
+    Parameters
+    ----------
+    buffers : TableBuffers
+    unions : sequence of TableBuffers
+        Of the same states, with lists for groups of heads.
+    """
     rows = buffers.kv_num_blocks.numel()
     if rows == 0:
         return
-    _compact_kernel[(rows,)](
+    union = unions[0] if unions else None
+    _compact_kernel[(rows + (0 if union is None else union.kv_num_blocks.numel()),)](
         buffers.state,
         buffers.kv_num_blocks,
         buffers.kv_indices,
         buffers.full_kv_num_blocks,
         buffers.full_kv_indices,
-        nKV,
-        nQ,
-        heads // buffers.kv_num_blocks.shape[1],
+        buffers.state.shape[3],
+        buffers.state.shape[2],
+        buffers.group,
         buffers.kv_indices.shape[3],
+        buffers.full_kv_indices.shape[3],
+        rows,
+        None if union is None else union.kv_num_blocks,
+        None if union is None else union.kv_indices,
+        None if union is None else union.full_kv_num_blocks,
+        None if union is None else union.full_kv_indices,
+        1 if union is None else union.group,
         C=COMPACT_TILE,
+    )
+    for further in unions[1:]:
+        launch_compact(further)
+
+
+def launch_count(state: Tensor, num: Tensor, full_num: Tensor) -> None:
+    """Count the partial and the full blocks of each row.
+
+    Parameters
+    ----------
+    state : Tensor, [rows, nKV], uint8, contiguous
+    num, full_num : Tensor, [rows], int32, contiguous
+        Written.
+    """
+    rows, nKV = state.shape
+    none = (None,) * 4
+    _compact_kernel[(rows,)](
+        state, num, None, full_num, None, nKV, rows, 1, 0, 0, rows, *none, 1, C=COMPACT_TILE
     )
