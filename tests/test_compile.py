@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from flexdecode import AuxRequest, BlockMask, append_kv, attention, compiled, create_block_mask
+from flexdecode import (
+    AuxRequest,
+    BlockMask,
+    append_kv,
+    attention,
+    compile_count,
+    compiled,
+    create_block_mask,
+)
 from flexdecode.graph_text import graph_from_text, graph_to_text
 from flexdecode.masks import causal, sliding_window
 from flexdecode.trace import trace
@@ -400,3 +408,76 @@ def test_a_graph_survives_its_text(name, rule, kind):
     assert again.key == graph.key
     assert str(again) == str(graph)
     assert (again.name, again.where, again.uses) == (graph.name, graph.where, graph.uses)
+
+
+class Decoder(torch.nn.Module):
+    """One layer with a cache in buffers, which CUDA graphs may write in place."""
+
+    def __init__(self, step, capacity):
+        super().__init__()
+        self.step = step
+        k, v = torch.randn(2, B, HKV, capacity, 64, device="cuda", dtype=torch.bfloat16)
+        self.register_buffer("k", k)
+        self.register_buffer("v", v)
+        self.register_buffer("project", torch.randn(64, 64, device="cuda", dtype=k.dtype) / 8)
+
+    def forward(self, x):
+        seen = self.step.kv_len - 1
+        new = x[:, :HKV] @ self.project
+        append_kv(self.k, self.v, new, new * 2, kv_len=seen)
+        self.step.update()
+        return attention(x @ self.project, self.k, self.v, block_mask=self.step) + x
+
+
+@pytest.mark.gpu
+def test_reduce_overhead_replays_one_graph():
+    """Appending, tables and attention within CUDA graphs that the compiler makes: 100 tokens."""
+    capacity = 400
+    lengths = torch.tensor([30, 200], device="cuda")
+    mask = create_block_mask(causal & sliding_window(100))
+    step = mask.bind(batch=B, heads=HQ, q_len=1, kv_len=lengths, kv_capacity=capacity)
+    for table in (*step.tables.tensors, step.tables.states, lengths):
+        torch._dynamo.mark_static_address(table)  # written, or read, where they are
+    layer = Decoder(step, capacity)
+    start = layer.k.clone(), layer.v.clone(), lengths.clone()
+    xs = torch.randn(100, B, HQ, 1, 64, device="cuda", dtype=torch.bfloat16)
+
+    def run(forward):
+        for buffer, value in zip((layer.k, layer.v, lengths), start, strict=True):
+            buffer.copy_(value)
+        outs = []
+        for x in xs:
+            lengths.add_(1)
+            outs.append(forward(x).clone())
+        return torch.stack(outs)
+
+    wanted = run(layer)
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    before = compile_count()
+    compiled_layer = torch.compile(layer, mode="reduce-overhead", fullgraph=True)
+    # The projection may be rounded otherwise by the compiler's own matrix product.
+    torch.testing.assert_close(run(compiled_layer), wanted, atol=3e-2, rtol=3e-2)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert counters["inductor"]["cudagraph_skips"] == 0
+    assert compile_count() - before <= 2
+    assert not torch.equal(wanted[0], wanted[1])
+
+
+@pytest.mark.gpu
+def test_300_tokens_compile_few_kernels():
+    """A growing cache of transformers' kind, new rules at every token, through inductor."""
+    k, v = torch.randn(2, B, HKV, 310, 64, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(B, HQ, 1, 64, device="cuda", dtype=torch.bfloat16)
+    region = Compiled(lambda q, k, v, m: attention(q, k, v, block_mask=m) * 2, "inductor")
+    counts = []
+    for length in range(10, 310):
+        ids = torch.zeros(length, dtype=torch.int64, device="cuda")
+        mask = create_block_mask(window_of(length - 5, ids))
+        out = region.compiled(q, k[:, :, :length], v[:, :, :length], mask)
+        counts.append(compile_count())
+    assert region.count <= 2
+    assert counts[-1] - counts[1] == 0, counts
+    torch.testing.assert_close(
+        out, 2 * attention(q, k[:, :, :length], v[:, :, :length], block_mask=mask)
+    )
