@@ -46,6 +46,8 @@ class Case:
     score : "alibi", "softcap" or None
     shared : bool
         Values are the first ``Dv`` columns of the keys (a latent cache).
+    page : int
+        Slots of a page, in an order that nothing knows of; 0 for a cache without pages.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Case:
     mask: Mask | None = None
     score: Literal["alibi", "softcap"] | None = None
     shared: bool = False
+    page: int = 0
 
     @property
     def G(self) -> int:
@@ -118,6 +121,15 @@ class Case:
         if mask is not None and mask.kind == "window":
             mask = replace(mask, window=min(mask.window, 150))
         return replace(self, B=B, Hkv=Hkv, Hq=Hkv * self.G, Lkv=Lkv, lengths=lengths, mask=mask)
+
+
+def _paged() -> list[Case]:
+    wanted = {"B1 128k": (16, 64), "B16 8k": (16, 64, 256), "ragged 31x2k + 1x128k": (16, 64)}
+    return [
+        replace(case, name=f"{case.name}, pages of {page}", group="paged", page=page)
+        for case in (*_dense(), *_ragged())
+        for page in wanted.get(case.name, ())
+    ]
 
 
 def _dense() -> list[Case]:
@@ -216,6 +228,7 @@ CASES = (
     *_mods(),
     *_masks(),
     *_ragged(),
+    *_paged(),
     *_groups(),
     *_dims(),
     *_lengths(),

@@ -11,18 +11,28 @@ from torch import Tensor
 from benchmarks.cases import Case
 from benchmarks.rules import Rules
 
-__all__ = ["KVSet", "Pool", "Wanted", "expected", "number_of_sets"]
+__all__ = ["KVSet", "Pool", "Wanted", "expected", "number_of_sets", "page_table"]
 
 _ALIGNMENT = 1024  # elements
 
 
 @dataclass(frozen=True)
 class KVSet:
-    """One set of inputs: q [B, Hq, Lq, D], k [B, Hkv, Lkv, D], v [B, Hkv, Lkv, Dv]."""
+    """One set of inputs: q [B, Hq, Lq, D], k [B, Hkv, Lkv, D], v [B, Hkv, Lkv, Dv].
+
+    With a `page_table`, [B, pages], int32, k and v are [B * pages, Hkv, page, D or Dv].
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
+    page_table: Tensor | None = None
+
+    def rows(self, x: Tensor, b: int, head: int, length: int) -> Tensor:
+        """Rows of k or v in the order of positions: [length, D or Dv]."""
+        if self.page_table is None:
+            return x[b, head, :length]
+        return x[self.page_table[b].long(), head].flatten(0, 1)[:length]
 
 
 def number_of_sets(active_bytes: int, l2_bytes: int) -> int:
@@ -62,9 +72,11 @@ class Pool:
 
     def _set(self, case: Case, start: int, layout: str) -> KVSet:
         def view(start: int, width: int) -> Tensor:
-            shape = (case.B, case.Hkv, case.Lkv, width)
+            length = case.page or case.Lkv
+            made = case.B * case.Lkv // length
+            shape = (made, case.Hkv, length, width)
             if layout == "BLHD":
-                shape = (case.B, case.Lkv, case.Hkv, width)
+                shape = (made, length, case.Hkv, width)
             flat = self.numbers[start : start + math.prod(shape)].view(shape)
             return flat.transpose(1, 2) if layout == "BLHD" else flat
 
@@ -82,7 +94,16 @@ class Pool:
             device=self.numbers.device,
             generator=self.generator,
         )
-        return KVSet(q, k, v)
+        if not case.page:
+            return KVSet(q, k, v)
+        return KVSet(q, k, v, page_table(case).to(q.device))
+
+
+def page_table(case: Case) -> Tensor:
+    """Pages of each sequence in random order, the same in all sets: [B, pages], int32, CPU."""
+    pages = case.Lkv // case.page
+    order = torch.randperm(case.B * pages, generator=torch.Generator().manual_seed(0))
+    return order.view(case.B, pages).to(torch.int32)
 
 
 @dataclass(frozen=True)
@@ -124,9 +145,9 @@ def _dense(case: Case, rules: Rules, inputs: KVSet, b: int, head: int) -> Tensor
     q_idx = torch.arange(case.Lq, device=device)[:, None] + (length - case.Lq)
     place = torch.full((), b, device=device)
     q = inputs.q[b, head * case.G : (head + 1) * case.G].double()
-    scores = q @ inputs.k[b, head, :length].double().T / math.sqrt(case.D)
+    scores = q @ inputs.rows(inputs.k, b, head, length).double().T / math.sqrt(case.D)
     if rules.score is not None:
         scores = rules.score(scores, place, h, q_idx, kv_idx)
     if rules.mask is not None:
         scores = scores.masked_fill(~rules.mask(place, h, q_idx, kv_idx), -math.inf)
-    return scores.softmax(-1) @ inputs.v[b, head, :length].double()
+    return scores.softmax(-1) @ inputs.rows(inputs.v, b, head, length).double()

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.cases import Case
-from benchmarks.inputs import KVSet
+from benchmarks.inputs import KVSet, page_table
 from benchmarks.rules import Rules
 
 __all__ = ["PROVIDERS", "Provider", "Setup", "own_backend", "resolve"]
@@ -71,10 +71,11 @@ class Provider(abc.ABC):
         """Forget the case."""
 
     def lengths(self, case: Case) -> Tensor | None:
-        """Lengths as data, where they differ: [B], int32."""
-        if case.lengths is None:
+        """Lengths as data, where they differ or pages ask for them: [B], int32."""
+        if case.lengths is None and not case.page:
             return None
-        return torch.tensor(case.lengths, dtype=torch.int32, device=self.setup.device)
+        lengths = [case.length(b) for b in range(case.B)]
+        return torch.tensor(lengths, dtype=torch.int32, device=self.setup.device)
 
 
 def own_backend(device: torch.device) -> str:
@@ -120,6 +121,7 @@ class FlexDecode(Provider):
                 block_mask=block_mask,
                 score_mod=rules.score,
                 kv_len=lengths,
+                page_table=inputs.page_table,
                 backend=backend,
                 kernel_options=options,
             )
@@ -152,6 +154,8 @@ class Sdpa(Provider):
     def refuses(self, case: Case) -> str | None:
         if case.lengths is not None:
             return "no lengths"
+        if case.page:
+            return "no pages"
         if case.score is not None:
             return "no score rule"
         if case.mask is not None and (case.mask.kind != "causal" or case.Lq > 1):
@@ -186,6 +190,9 @@ class Flex(Provider):
 
     name = "flex"
     mode: str | None = None
+
+    def refuses(self, case: Case) -> str | None:
+        return "no pages without rewriting the mask" if case.page else None
 
     def open(self, case: Case, rules: Rules) -> Run:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -275,6 +282,9 @@ class Fa3(Provider):
             return "head dims up to 256"
         return None
 
+    def layout(self, case: Case) -> str:
+        return "BLHD" if case.page else "BHLD"
+
     def open(self, case: Case, rules: Rules) -> Run:
         lengths = self.lengths(case)
         if lengths is None:  # the build has kernels for given lengths only
@@ -301,7 +311,7 @@ class Fa3(Provider):
                 None,  # seqused_q
                 lengths,  # seqused_k
                 *(None, None),  # max_seqlen_q, max_seqlen_k
-                *(None, None, None),  # page_table, kv_batch_idx, leftpad_k
+                *(inputs.page_table, None, None),  # page_table, kv_batch_idx, leftpad_k
                 *(None, None, None),  # rotary_cos, rotary_sin, seqlens_rotary
                 *(None, None, None),  # q_descale, k_descale, v_descale
                 scale,
@@ -338,7 +348,7 @@ class Fa3(Provider):
             lengths,
             *(None, None, None),  # cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new
             *(None, None),  # seqused_q, leftpad_k
-            None,  # page_size
+            case.page or None,  # page_size
             0,  # max_seqlen_k_new
             causal,
             window,
@@ -382,7 +392,7 @@ class FlashInfer(Provider):
     def open(self, case: Case, rules: Rules) -> Run:
         import flashinfer
 
-        device, page = self.setup.device, self.page
+        device, page = self.setup.device, case.page or self.page
         workspace = torch.empty(256 << 20, dtype=torch.uint8, device=device)
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             workspace, "NHD", use_tensor_cores=True, backend="fa2"
@@ -391,7 +401,10 @@ class FlashInfer(Provider):
         counts = [-(-length // page) for length in lengths]
         starts = [sum(counts[:b]) for b in range(case.B + 1)]
         stride = case.Lkv // page  # pages from one sequence to the next
-        pages = [b * stride + p for b, count in enumerate(counts) for p in range(count)]
+        table = torch.arange(case.B * stride).view(case.B, stride)
+        if case.page:
+            table = page_table(case)
+        pages = [int(p) for row, count in zip(table, counts, strict=True) for p in row[:count]]
 
         def int32(values: list[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.int32, device=device)
@@ -432,6 +445,8 @@ class Xformers(Provider):
         return super().missing() or _missing("xformers.ops.fmha", self.setup)
 
     def refuses(self, case: Case) -> str | None:
+        if case.page:
+            return "no pages in that mask"
         if case.score is not None:
             return "no score rule"
         if case.mask is not None and (case.mask.kind != "causal" or case.Lq > 1):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flexdecode import attention, compile_count, create_block_mask
+from flexdecode import append_kv, attention, compile_count, create_block_mask
 from flexdecode.masks import causal, sliding_window
 
 pytestmark = pytest.mark.gpu
@@ -127,3 +127,85 @@ def test_numbers_on_the_cpu_are_read_at_every_call():
     slopes = torch.ones(4)
     with pytest.raises(ValueError, match="score_mod: expected the captured tensor slopes on cuda"):
         attention(q, k, v, score_mod=lambda s, b, h, q_idx, kv_idx: s * slopes[h])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_graph_replays_with_new_lengths_starts_and_pages(packed):
+    """1,000 replays while every length, start and page moves; appending is part of the graph."""
+    B, size, entries, rows = 6, 16, 40, 9
+    pools = draw(2, B * entries, size, 2, 64).transpose(2, 3)
+    k, v = pools[0], pools[1]
+    table = torch.empty(B, entries, dtype=torch.int32, device="cuda")
+    kv_len = torch.empty(B, dtype=torch.int32, device="cuda")
+    kv_start = torch.empty(B, dtype=torch.int32, device="cuda")
+    starts = torch.zeros(B + 1, dtype=torch.int32, device="cuda")
+    q = draw(1, 8, rows, 64) if packed else draw(B, 8, 1, 64)
+    new = draw(1, 2, rows, 64) if packed else draw(B, 2, 1, 64)
+    at = torch.Generator().manual_seed(0)
+
+    def move():
+        lengths = torch.randint(0, (entries - 2) * size - rows, (B,), generator=at)
+        kv_len.copy_(lengths)
+        kv_start.copy_(torch.randint(0, 2 * size, (B,), generator=at))
+        table.copy_(torch.randperm(B * entries, generator=at).view(B, entries))
+        cuts = torch.randint(0, rows + 1, (B - 1,), generator=at).sort().values
+        starts[1:-1].copy_(cuts)
+        starts[-1] = rows
+
+    move()
+    mask = create_block_mask(lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (kv_idx % 97 != b))
+    places = {"kv_start": kv_start, "page_table": table}
+    packing = {"cu_seqlens_q": starts} if packed else {}
+    step = mask.bind(
+        batch=B, heads=8, q_len=q.shape[2], kv_len=kv_len, kv_capacity=entries * size,
+        **places, **packing,
+    )  # fmt: skip
+    out = torch.full_like(q, float("nan"))
+
+    def decode():
+        writing = {"cu_seqlens": starts} if packed else {}
+        append_kv(k, v, new, new, kv_len=kv_len, **places, **writing)
+        added = starts.diff() if packed else 1
+        kv_len.add_(added)
+        step.update()
+        out.copy_(attention(q, k, v, block_mask=step))
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        decode()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decode()
+    for replay in range(1000):
+        move()
+        graph.replay()
+        options = {"block_mask": mask, "kv_len": kv_len, **places, **packing}
+        if replay % 4 == 0:
+            torch.testing.assert_close(
+                out, attention(q, k, v, **options), rtol=2e-2, atol=2e-2, msg=f"replay {replay}"
+            )
+        if replay % 100 == 0:
+            reference = attention(q, k, v, **options, backend="reference")
+            torch.testing.assert_close(out, reference, rtol=2e-2, atol=2e-2)
+
+
+def test_pools_beyond_two_to_the_31_elements():
+    """The last pages of a pool of 2.4e9 elements, keys last in memory."""
+    pages, size = 9400, 128
+    pool = torch.zeros(pages, size, 16, 128, dtype=torch.bfloat16, device="cuda")
+    assert pool.numel() > 2**31
+    k = pool.transpose(1, 2)
+    table = torch.tensor([[pages - 1, 3], [pages - 2, pages - 1]], dtype=torch.int32, device="cuda")
+    new = draw(2, 16, 130, 128)
+    kv_len = torch.zeros(2, dtype=torch.int32, device="cuda")
+    append_kv(k, k, new[:1], new[:1], kv_len=0, page_table=table[:1])
+    append_kv(k, k, new[1:], new[1:], kv_len=0, page_table=table[1:])
+    kv_len += 130
+    q = draw(2, 16, 1, 128)
+    out = attention(q, k, k, page_table=table, kv_len=kv_len)
+    # Sequence 0 sees its own two keys of page 3 and what sequence 1 wrote over its first page.
+    first = torch.cat([new[1:, :, 128:], new[:1, :, 2:128], new[:1, :, 128:]], 2)
+    kv = torch.cat([first, new[1:]])
+    kv[1, :, 128:] = new[1, :, 128:]
+    torch.testing.assert_close(out, attention(q, kv, kv, backend="reference"), rtol=2e-2, atol=2e-2)
