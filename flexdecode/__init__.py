@@ -3,6 +3,12 @@
 from flexdecode.api import AuxOutput, AuxRequest, attention
 from flexdecode.appending import append_kv
 from flexdecode.block_mask import BlockMask, create_block_mask
+from flexdecode.cascade import (
+    CascadeExplanation,
+    SharedPrefix,
+    cascade_attention,
+    explain_cascade,
+)
 from flexdecode.codegen import show_code
 from flexdecode.compilation import compile_count
 from flexdecode.explanation import Explanation, explain
@@ -14,15 +20,19 @@ __all__ = [
     "AuxOutput",
     "AuxRequest",
     "BlockMask",
+    "CascadeExplanation",
     "Explanation",
     "QuantizedTensor",
+    "SharedPrefix",
     "and_masks",
     "append_kv",
     "attention",
+    "cascade_attention",
     "compile_count",
     "create_block_mask",
     "dequantize",
     "explain",
+    "explain_cascade",
     "mask_mod",
     "merge_attentions",
     "merge_attentions_",

@@ -18,7 +18,7 @@ FOLDERS = {"flexdecode": "flexdecode", "kernels": "flexdecode.kernels", "masks":
 # Down only. Names stand without "flexdecode."; a name allows its submodules too. The package
 # itself, with the public names, is "flexdecode".
 MAY_IMPORT = {
-    "flexdecode": "api appending block_mask codegen compilation explanation merging mods "
+    "flexdecode": "api appending block_mask cascade codegen compilation explanation merging mods "
     "quantization",
     "__main__": "backends demo",
     "api": "backends block_mask checks compiled mask_arguments mods ops packed plan problem "
@@ -36,6 +36,9 @@ MAY_IMPORT = {
     "block_states": "evaluate intervals packed problem trace",
     "bound_mask": "block_mask checks compiled mask_arguments packed tables trace",
     "caches": "problem",
+    "cascade": "api block_mask cascade_calls checks explanation merging mods",
+    "cascade_calls": "block_mask cascade_packing mods",
+    "cascade_packing": "",
     "checks": "",
     "closures": "mods operations",
     "codegen": "graph kernels mods trace",
