@@ -1,4 +1,4 @@
-"""``python -m flexdecode``: report the environment; ``python -m flexdecode demo``: try it out."""
+"""``python -m flexdecode``: report the environment; demonstrate, explain or time a call."""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ import importlib.metadata
 import os
 import platform
 import sys
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flexdecode.backends import choose_backend
+from flexdecode.console import print_table
+from flexdecode.rule_text import parse_rule
+
+if TYPE_CHECKING:
+    from flexdecode.bench import Shape
 
 __all__ = ["environment", "main"]
 
@@ -43,8 +49,8 @@ def environment() -> dict[str, str]:
     for name in ("TRITON_INTERPRET", "FLEXDECODE_CHECK"):
         if name in os.environ:
             facts[name] = os.environ[name]
-    facts["transformers"] = _version("transformers")
-    facts["matplotlib"] = _version("matplotlib")
+    for package in ("transformers", "matplotlib", "rich"):
+        facts[package] = _version(package)
     return facts
 
 
@@ -63,19 +69,108 @@ def _toolkit() -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m flexdecode", description=__doc__)
-    commands = parser.add_subparsers(dest="command")
-    demo = commands.add_parser("demo", help="a few masks on random tensors: error, time, picture")
-    demo.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    demo.add_argument("--keys", type=int, default=16384, help="tokens in the cache")
-    demo.add_argument("--picture", default="flexdecode-demo.png", help="where the picture goes")
+    parser = _parser()
     options = parser.parse_args(arguments)
+    if options.command is None:
+        print_table(environment().items())
+        return 0
     if options.command == "demo":
         from flexdecode.demo import run
 
         return run(options.device, options.keys, options.picture)
-    for name, value in environment().items():
-        print(f"{name:<17} {value}")
+    try:
+        shape = _shape(options)
+        mask, score = (
+            None if text is None else parse_rule(text, options.device)
+            for text in (options.mask, options.score)
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    if options.command == "bench":
+        from flexdecode.bench import run as bench
+
+        return bench(shape, mask, score, options.device)
+    return _explain(shape, mask, score, options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    parser = argparse.ArgumentParser(prog="python -m flexdecode", description=__doc__)
+    commands = parser.add_subparsers(dest="command")
+    demo = commands.add_parser("demo", help="a few masks on random tensors: error, time, picture")
+    demo.add_argument("--device", default=here)
+    demo.add_argument("--keys", type=int, default=16384, help="tokens in the cache")
+    demo.add_argument("--picture", default="flexdecode-demo.png", help="where the picture goes")
+    explain = commands.add_parser("explain", help="what a call reads, and who would do the work")
+    explain.add_argument("--gpu", help="A100, H100, H200, B200 or MI300X; default: the one here")
+    explain.add_argument("--picture", help="draw the shares of the work into this file")
+    explain.set_defaults(device="cpu", default_dtype="bfloat16")  # nothing is computed
+    bench = commands.add_parser("bench", help="time a call on this machine")
+    bench.add_argument("--device", default=here)
+    bench.set_defaults(default_dtype="bfloat16" if here == "cuda" else "float32")
+    for command in (explain, bench):
+        command.add_argument(
+            "--mask", help="a rule of flexdecode.masks: 'causal & sliding_window(1024)'"
+        )
+        command.add_argument("--score", help="a score rule of flexdecode.masks: 'softcap(50)'")
+        command.add_argument("--batch", type=int, default=1, help="sequences")
+        command.add_argument(
+            "--kv-len", default="16384", help="keys of all, or a list: '2048x31,131072'"
+        )
+        command.add_argument("--q-len", type=int, default=1, help="queries of each sequence")
+        command.add_argument("--heads", default="32/8", help="query heads / key heads")
+        command.add_argument("--dim", default="128", help="head dim, or keys' / values'")
+        command.add_argument("--dtype", help="float32, float16 or bfloat16")
+    return parser
+
+
+def _shape(options: argparse.Namespace) -> Shape:
+    from flexdecode.bench import Shape
+
+    lengths: list[int] = []
+    for part in options.kv_len.split(","):
+        length, _, times = part.partition("x")
+        lengths += [_positive("kv-len", length)] * (_positive("kv-len", times) if times else 1)
+    if len(lengths) == 1:
+        lengths *= options.batch
+    Hq, _, Hkv = options.heads.partition("/")
+    D, _, Dv = options.dim.partition("/")
+    dtype = options.dtype or options.default_dtype
+    if dtype not in ("float32", "float16", "bfloat16"):
+        raise ValueError(f"dtype: expected float32, float16 or bfloat16, got {dtype}")
+    return Shape(
+        lengths=tuple(lengths),
+        q_len=options.q_len,
+        Hq=_positive("heads", Hq),
+        Hkv=_positive("heads", Hkv or Hq),
+        D=_positive("dim", D),
+        Dv=_positive("dim", Dv or D),
+        dtype=getattr(torch, dtype),
+    )
+
+
+def _positive(name: str, text: str) -> int:
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise ValueError(f"{name}: expected a number of at least 1, got {text!r}")
+    return int(text)
+
+
+def _explain(shape: Shape, mask: Any, score: Any, options: argparse.Namespace) -> int:
+    from flexdecode import create_block_mask, explain
+
+    report = explain(
+        *shape.tensors("cpu", empty=True),
+        kv_len=shape.kv_len("cpu"),
+        score_mod=score,
+        block_mask=None if mask is None else create_block_mask(mask),
+        device_name=options.gpu,
+    )
+    print(report)
+    if options.picture:
+        from flexdecode.visualize import plot_plan
+
+        plot_plan(report).figure.savefig(options.picture, dpi=150)
+        print(f"Picture of who reads what: {options.picture}")
     return 0
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from flexdecode import BlockMask, attention, create_block_mask, mask_mod
+from flexdecode.console import print_table, track
 from flexdecode.tables import EMPTY, table_states
 from flexdecode.visualize import legend_handles, plot_blocks
 
@@ -200,13 +201,12 @@ def run(device: str, keys: int, picture: str) -> int:
         f"key heads,\nhead dim {D}, {str(dtype).removeprefix('torch.')} on {place}. SDPA gets the "
         "same mask, dense.\n"
     )
-    print(f"{'mask':<17}{'blocks read':>12}{'max error':>12}{'flexdecode':>13}{'SDPA':>11}")
-    for case in create_cases(keys, place):
+    rows = []
+    for case in track(create_cases(keys, place), "timing"):
         m = measure(case, keys, place, dtype)
-        print(
-            f"{m.name:<17}{m.share:>12.1%}{m.error:>12.1e}"
-            f"{m.seconds * 1e3:>10.3f} ms{m.sdpa_seconds * 1e3:>8.3f} ms"
-        )
+        times = f"{m.seconds * 1e3:.3f} ms", f"{m.sdpa_seconds * 1e3:.3f} ms"
+        rows.append((m.name, f"{m.share:.1%}", f"{m.error:.1e}", *times))
+    print_table(rows, ("mask", "blocks read", "max error", "flexdecode", "SDPA"))
     print("\nThe error is against the float64 reference; times are medians.")
     if importlib.util.find_spec("matplotlib") is None:
         print("With matplotlib installed, a picture of the block tables is drawn too.")

@@ -1,4 +1,4 @@
-"""The command line: the environment report, and the demonstration that needs no model."""
+"""The demonstration that needs no model."""
 
 import re
 
@@ -6,19 +6,10 @@ import pytest
 import torch
 
 from flexdecode import create_block_mask
-from flexdecode.__main__ import environment, main
+from flexdecode.__main__ import main
 from flexdecode.demo import create_cases, dense_mask, draw, states
 
 CPU = torch.device("cpu")
-
-
-def test_report_names_versions_device_and_backend(capsys):
-    assert main([]) == 0
-    printed = capsys.readouterr().out
-    for name, value in environment().items():
-        assert re.search(rf"^{re.escape(name)} +{re.escape(value)}$", printed, re.MULTILINE)
-    assert torch.__version__ in environment()["torch"]
-    assert environment()["backend"] in ("auto is cpu", "auto is triton")
 
 
 def test_demo_prints_small_errors(capsys, tmp_path):
