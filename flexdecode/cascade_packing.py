@@ -79,22 +79,45 @@ def pack_by_nodes(
             lambda lengths: lengths,
         )
     groups = _groups(nodes, count, q.device)
-    widest = groups.members.shape[1]
+    if not groups.equal:
+        return _pack_unequal(groups, count, B, Lq)
+    each = B // count
 
     def pack(x: Tensor) -> Tensor:
-        x = x if groups.in_order else x.index_select(0, groups.members.flatten())
-        x = x.reshape(count, widest, *x.shape[1:]).transpose(1, 2)
-        return x.reshape(count, x.shape[1], widest * Lq, x.shape[4])
+        x = x if groups.in_order else x.index_select(0, groups.order)
+        x = x.reshape(count, each, *x.shape[1:]).transpose(1, 2)
+        return x.reshape(count, x.shape[1], each * Lq, x.shape[4])
 
     def unpack(x: Tensor) -> Tensor:
-        x = x.reshape(count, x.shape[1], widest, Lq, *x.shape[3:]).transpose(1, 2).flatten(0, 1)
+        x = x.reshape(count, x.shape[1], each, Lq, *x.shape[3:]).transpose(1, 2).flatten(0, 1)
         return x if groups.in_order else x.index_select(0, groups.places)
 
     return Packing(
         pack,
         unpack,
-        _find_member(groups.members, Lq),
+        _find_member(groups.order.view(count, each), Lq),
         lambda lengths: lengths.expand(count).index_select(0, groups.nodes),
+    )
+
+
+def _pack_unequal(groups: _Groups, count: int, B: int, Lq: int) -> Packing:
+    """Nodes with more and fewer sequences: their rows follow one another, none is filled up."""
+    cu_nodes = groups.firsts * Lq
+
+    def pack(x: Tensor) -> Tensor:
+        x = x if groups.in_order else x.index_select(0, groups.order)
+        return x.transpose(0, 1).reshape(1, x.shape[1], B * Lq, x.shape[3])
+
+    def unpack(x: Tensor) -> Tensor:
+        x = x.reshape(x.shape[1], B, Lq, *x.shape[3:]).transpose(0, 1)
+        return x if groups.in_order else x.index_select(0, groups.places)
+
+    return Packing(
+        pack,
+        unpack,
+        _find_in_row(groups.order, cu_nodes, Lq),
+        lambda lengths: lengths.expand(count).index_select(0, groups.nodes),
+        cu_nodes.to(torch.int32),
     )
 
 
@@ -106,7 +129,10 @@ def _pack_ragged(q: Tensor, nodes: tuple[int, ...], count: int, cu_seqlens_q: Te
         )
     total = q.shape[2]
     rows = torch.arange(total, device=q.device)
-    owner = torch.searchsorted(cu_seqlens_q[1:].contiguous(), rows, right=True)
+    owner = torch.searchsorted(
+        cu_seqlens_q[1:].contiguous(), rows.to(cu_seqlens_q.dtype), right=True
+    )
+    owner = owner.clamp(max=max(len(nodes) - 1, 0))  # rows past the last sequence belong to nobody
     groups = _groups(nodes, count, q.device)
     if count == 1:
         return Packing(_same, _same, _find_owner(owner, cu_seqlens_q), lambda lengths: lengths)
@@ -126,50 +152,45 @@ class _Groups:
 
     Attributes
     ----------
-    members : Tensor, [nodes, widest], int64
-        Sequences of each node; rows are filled up with sequence 0.
+    order : Tensor, [B], int64
+        Sequences, sorted by node.
     places : Tensor, [B], int64
-        Where each sequence stands in `members`, flattened.
+        Where each sequence stands in `order`.
     nodes : Tensor, [B], int64
+        Node of each sequence.
     firsts : Tensor, [nodes + 1], int64
-        First sequence of each node, where sequences stand in order.
+        Where each node begins in `order`.
     in_order : bool
-        `members` counts 0, 1, 2, ... without filling.
+        `order` counts 0, 1, 2, ...
+    equal : bool
+        All nodes have as many sequences.
     """
 
-    members: Tensor
+    order: Tensor
     places: Tensor
     nodes: Tensor
     firsts: Tensor
     in_order: bool
+    equal: bool
 
 
 @functools.lru_cache(maxsize=256)
 def _groups(nodes: tuple[int, ...], count: int, device: torch.device) -> _Groups:
     """Sort the sequences by node. Cached, so that a captured graph copies nothing from the host."""
-    lists: list[list[int]] = [[] for _ in range(count)]
-    for sequence, node in enumerate(nodes):
-        lists[node].append(sequence)
-    widest = max([len(each) for each in lists] + [1])
-    places = [0] * len(nodes)
-    for node, each in enumerate(lists):
-        for place, sequence in enumerate(each):
-            places[sequence] = node * widest + place
-    members = [each + [0] * (widest - len(each)) for each in lists]
-    flat = [sequence for each in members for sequence in each]
-    firsts = [0]
-    for each in lists:
-        firsts.append(firsts[-1] + len(each))
+    order = sorted(range(len(nodes)), key=nodes.__getitem__)
+    sizes = [nodes.count(node) for node in range(count)]
+    firsts = [sum(sizes[:node]) for node in range(count + 1)]
 
     def tensor(numbers: Any) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=device)
 
     return _Groups(
-        tensor(members),
-        tensor(places),
+        tensor(order),
+        tensor(sorted(range(len(nodes)), key=order.__getitem__)),
         tensor(nodes),
         tensor(firsts),
-        flat == list(range(len(nodes))),
+        order == list(range(len(nodes))),
+        len(set(sizes)) == 1,
     )
 
 
@@ -243,6 +264,14 @@ def _find_in_one(Lq: int) -> Find:
 
 def _find_member(members: Tensor, Lq: int) -> Find:
     return lambda b, q_idx: (members[b, q_idx // Lq], q_idx % Lq)
+
+
+def _find_in_row(order: Tensor, cu_nodes: Tensor, Lq: int) -> Find:
+    def find(b: Any, q_idx: Any) -> tuple[Any, Any]:
+        row = cu_nodes[b] + q_idx
+        return order[row // Lq], row % Lq
+
+    return find
 
 
 def _find_owner(owner: Tensor, cu_seqlens_q: Tensor) -> Find:

@@ -302,6 +302,149 @@ def test_closures_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not traced
 
 
+def into_pages(
+    pieces: list[tuple[Tensor, Tensor]], size: int, device: str
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Scatter keys and values [Hkv, n, D] over one pool of pages; NaN lies around them."""
+    counts = [-(-max(keys.shape[1], 1) // size) for keys, _ in pieces]
+    shuffled = torch.randperm(sum(counts) + 2, generator=torch.Generator().manual_seed(0))
+    pools = [
+        torch.full((len(shuffled), x.shape[0], size, x.shape[2]), torch.nan) for x in pieces[0]
+    ]
+    tables, used = [], 0
+    for piece, count in zip(pieces, counts, strict=True):
+        pages = shuffled[used : used + count]
+        used += count
+        for pool, x in zip(pools, piece, strict=True):
+            for slot in range(x.shape[1]):
+                pool[pages[slot // size], :, slot % size] = x[:, slot]
+        tables.append(pages.int())
+    wide = max(counts)
+    tables = [torch.nn.functional.pad(x, (0, wide - len(x)), value=-7) for x in tables]
+    return pools[0].to(device), pools[1].to(device), [x.to(device) for x in tables]
+
+
+@every_backend
+@pytest.mark.parametrize("prefix_len", [32, 40])
+def test_paged_caches_with_a_common_prefix(backend: Backend, prefix_len: int) -> None:
+    """Pages that all sequences share, or equal ones where the prefix ends within a page."""
+    tree = draw_tree(backend.device, [(prefix_len, [prefix_len], None)], [20, 3, 0], Lq=2)
+    whole = [
+        (k[:, :n].cpu(), v[:, :n].cpu())
+        for k, v, n in zip(tree.whole_k, tree.whole_v, tree.whole_len.tolist(), strict=True)
+    ]
+    k, v, tables = into_pages(whole, 16, backend.device)
+    if prefix_len == 32:
+        for table in tables[1:]:
+            table[:2] = tables[0][:2]
+    result = cascade_attention(
+        tree.q,
+        k,
+        v,
+        prefix_len=prefix_len,
+        page_table=torch.stack(tables),
+        kv_len=tree.whole_len,
+        block_mask=create_block_mask(causal & sliding_window(37), BLOCK_SIZE=16),
+        return_aux=BOTH,
+        backend=backend.name,
+        cascade=True,
+    )
+    compare(tree, result, mask=causal & sliding_window(37))
+
+
+@every_backend
+def test_a_tree_in_one_pool_of_pages(backend: Backend) -> None:
+    tree = draw_tree(backend.device, DEEP, [20, 5, 33, 1, 2])
+    pieces, counts = [], []
+    for level in tree.prefixes:
+        lengths = [level.k.shape[2]] * len(level.k)
+        if isinstance(level.kv_len, Tensor):
+            lengths = level.kv_len.tolist()
+        counts.append(lengths)
+        pieces += [(k[:, :n], v[:, :n]) for k, v, n in zip(level.k, level.v, lengths, strict=True)]
+    own = tree.kv_len.tolist()
+    pieces += [(k[:, :n], v[:, :n]) for k, v, n in zip(tree.k, tree.v, own, strict=True)]
+    pieces = [(k.cpu(), v.cpu()) for k, v in pieces]
+    k, v, tables = into_pages(pieces, 8, backend.device)
+    prefixes = []
+    for level, lengths in zip(tree.prefixes, counts, strict=True):
+        mine, tables = tables[: len(lengths)], tables[len(lengths) :]
+        kv_len = torch.tensor(lengths, device=backend.device)
+        prefixes.append(SharedPrefix(k, v, level.node, kv_len, torch.stack(mine)))
+    result = cascade_attention(
+        tree.q,
+        k,
+        v,
+        prefixes=prefixes,
+        page_table=torch.stack(tables),
+        kv_len=tree.kv_len,
+        block_mask=create_block_mask(causal, BLOCK_SIZE=32),
+        return_aux=BOTH,
+        backend=backend.name,
+    )
+    compare(tree, result, mask=causal)
+
+
+@every_backend
+@pytest.mark.parametrize("node", [None, [0, 1, 1, 1]])
+def test_packed_queries(backend: Backend, node: list[int] | None) -> None:
+    """Sequences with 3, 0, 1 and 2 queries, under a rule of b and positions."""
+    lengths = [60] if node is None else [60, 41]
+    tree = draw_tree(backend.device, [(60, lengths, node)], [20, 5, 33, 8], Lq=3)
+    cu = torch.tensor([0, 3, 3, 4, 6], dtype=torch.int32, device=backend.device)
+    q = tree.q.transpose(0, 1).reshape(1, 4, 12, D)[:, :, :6]
+    windows = torch.tensor([30, 5, 70, 9], device=backend.device)
+
+    def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (kv_idx <= q_idx) & (q_idx - kv_idx < windows[b] * (h + 1))
+
+    call: dict[str, Any] = {
+        "block_mask": create_block_mask(mask, BLOCK_SIZE=(128, 16)),
+        "cu_seqlens_q": cu,
+        "return_aux": BOTH,
+        "sinks": torch.tensor([0.0, -torch.inf, 1.0, 2.0], device=backend.device),
+    }
+    out, aux = cascade_attention(
+        q,
+        tree.k,
+        tree.v,
+        prefixes=tree.prefixes,
+        kv_len=tree.kv_len,
+        backend=backend.name,
+        **call,
+    )
+    exact, exact_aux = attention(
+        q, tree.whole_k, tree.whole_v, kv_len=tree.whole_len, backend="reference", **call
+    )
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(out, exact, **close)
+    torch.testing.assert_close(aux.lse.double(), exact_aux.lse, **close)
+    torch.testing.assert_close(aux.max_scores.double(), exact_aux.max_scores, **close)
+
+
+@every_backend
+def test_starts_of_left_padded_caches(backend: Backend) -> None:
+    tree = draw_tree(backend.device, [(50, [50], None)], [20, 3, 11], Lq=2)
+    starts = torch.tensor([4, 0, 9], device=backend.device)
+    k, v = (x.new_full((3, 2, 90, x.shape[3]), torch.nan) for x in (tree.whole_k, tree.whole_v))
+    for b, (start, n) in enumerate(zip(starts.tolist(), tree.whole_len.tolist(), strict=True)):
+        k[b, :, start : start + n] = tree.whole_k[b, :, :n]
+        v[b, :, start : start + n] = tree.whole_v[b, :, :n]
+    result = cascade_attention(
+        tree.q,
+        k,
+        v,
+        prefix_len=50,
+        kv_start=starts,
+        kv_len=tree.whole_len,
+        block_mask=create_block_mask(causal & sliding_window(40)),
+        return_aux=BOTH,
+        backend=backend.name,
+        cascade=True,
+    )
+    compare(tree, result, mask=causal & sliding_window(40))
+
+
 Q = torch.zeros(2, 4, 1, 8)
 K = torch.zeros(2, 2, 5, 8)
 P = SharedPrefix(K[:1], K[:1])
@@ -332,6 +475,11 @@ P = SharedPrefix(K[:1], K[:1])
             {"prefixes": [SharedPrefix(K, K, page_table=torch.zeros(1, 1).int())]},
             ValueError,
             r"prefixes\[0\].kv_len: expected lengths beside a page_table",
+        ),
+        (
+            {"prefixes": [SharedPrefix(K, K, [1, 0])], "cu_seqlens_q": torch.tensor([0, 1, 1])},
+            ValueError,
+            r"prefixes: expected sequences in the order of their nodes .* got node \[1, 0\]",
         ),
         ({"prefixes": [P], "sinks": torch.zeros(3)}, ValueError, r"sinks: expected shape \[4\]"),
     ],
