@@ -10,6 +10,7 @@ Imported by the first such call, since the decorators load the compiler.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from types import FunctionType
 from typing import Any
@@ -58,16 +59,32 @@ class _Unpackable(Exception):
     """Something that cannot be taken apart into tensors, numbers and text."""
 
 
+def _is_made_within(rule: FunctionType) -> bool:
+    """True for a function that the region defines: what it closes over is out of reach."""
+    try:
+        rule.__globals__  # noqa: B018
+    except AttributeError:
+        return True
+    return False
+
+
 # Called while a region is compiled, with the function itself; what it returns is a constant there.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _read_rule(rule: FunctionType, kind: Kind) -> tuple[Any, ...] | None:
-    result: tuple[Any, ...] | None = _read_rule_outside(rule, kind)
+def _read_rule(
+    rule: FunctionType, kind: Kind, arguments: tuple[Any, ...] | None
+) -> tuple[Any, ...] | None:
+    result: tuple[Any, ...] | None = _read_rule_outside(rule, kind, arguments)
     return result
 
 
 # The compiler may also come here by itself, where it has given up on a caller.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _read_rule_outside(rule: FunctionType, kind: Kind) -> tuple[Any, ...] | None:
+def _read_rule_outside(
+    rule: Any, kind: Kind, arguments: tuple[Any, ...] | None
+) -> tuple[Any, ...] | None:
+    if arguments is not None:
+        # A partial of the region: tensors of the same kind stand in for those that it was given.
+        rule = functools.partial(rule, *map(_stand_in, arguments))
     found = find_sources(rule, kind)
     if found is None:
         return None
@@ -83,6 +100,13 @@ def _read_rule_outside(rule: FunctionType, kind: Kind) -> tuple[Any, ...] | None
         found.guards,
         found.size_guards,
     )
+
+
+def _stand_in(argument: Any) -> Any:
+    if isinstance(argument, tuple):
+        dtype, rank = argument
+        return torch.empty((1,) * rank, dtype=dtype, device="cpu")
+    return argument
 
 
 class _Packed:
@@ -199,16 +223,16 @@ class _Packed:
     def _rule(self, rule: Any, kind: Kind) -> str:
         while isinstance(rule, MaskMod):
             rule = rule.fn
-        if not isinstance(rule, FunctionType):
-            raise _Unpackable
-        try:
-            rule.__globals__  # noqa: B018
-            within = False
-        except AttributeError:  # made within the region: what it closes over is out of reach
-            within = True
-        if within and rule.__code__.co_freevars:
-            raise _Unpackable
-        read = _read_rule(rule, kind)
+        within = False
+        if isinstance(rule, functools.partial):
+            read = self._read_partial(rule, kind)
+        else:
+            if not isinstance(rule, FunctionType):
+                raise _Unpackable
+            within = _is_made_within(rule)
+            if within and rule.__code__.co_freevars:
+                raise _Unpackable
+            read = _read_rule(rule, kind, None)
         if read is None:
             raise _Unpackable
         text, functions, constants, numbers, tensors, params, captures, guards, sizes = read
@@ -231,6 +255,26 @@ class _Packed:
         values += [found[slot] for slot in captures]
         parts = [self._value(each) for each in values]
         return f'["rule", {text}, [' + ", ".join(parts) + "]]"
+
+    def _read_partial(self, rule: functools.partial[Any], kind: Kind) -> Any:
+        function: Any = rule.func
+        while isinstance(function, MaskMod):
+            function = function.fn
+        if rule.keywords or not isinstance(function, FunctionType) or _is_made_within(function):
+            raise _Unpackable
+        arguments: list[Any] = []
+        for value in rule.args:
+            if isinstance(value, Tensor):
+                arguments.append((value.dtype, value.dim()))
+            elif isinstance(value, (bool, str)) or value is None:
+                arguments.append(value)
+            elif isinstance(value, (int, torch.SymInt)):
+                arguments.append(1)  # any: a value that matters is guarded, and does not fit then
+            elif isinstance(value, (float, torch.SymFloat)):
+                arguments.append(1.0)
+            else:
+                raise _Unpackable
+        return _read_rule(function, kind, tuple(arguments))
 
 
 def attention_in_graph(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Any:
@@ -270,7 +314,8 @@ def attention_in_graph(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Any
 @torch.compiler.disable(  # type: ignore[no-untyped-call, untyped-decorator]
     reason="flexdecode.attention: a rule or mask closes over what a graph cannot hold (an object, "
     "a list, tables combined with a rule, tensors of the compiled region); make the rule outside "
-    "of the region and let it close over numbers, tensors and functions"
+    "of the region and let it close over numbers, tensors and functions, or make it of them with "
+    "functools.partial"
 )
 def _attention_outside(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> Any:
     from flexdecode.api import attention

@@ -1,5 +1,6 @@
 """`attention` within ``torch.compile`` and ``torch.export``: one operator, no graph breaks."""
 
+import functools
 import io
 
 import pytest
@@ -308,6 +309,32 @@ def test_rules_over_tensors_of_the_region_break_it():
     with pytest.raises(torch._dynamo.exc.Unsupported, match="tensors of the compiled region"):
         torch.compile(region, backend="eager", fullgraph=True)(Q)
     torch.testing.assert_close(torch.compile(region, backend="eager")(Q), region(Q))
+
+
+def scaled_by(slopes, power, score, b, h, q_idx, kv_idx):
+    return score * slopes[h] ** power
+
+
+def in_ids(ids, wanted, b, h, q_idx, kv_idx):
+    return ids[kv_idx] >= wanted
+
+
+def test_partials_take_tensors_and_numbers_of_the_region():
+    def region(q, power):
+        slopes = torch.arange(HQ) + q[0, 0, 0, 0].abs()
+        ids = torch.arange(LKV) % 7
+        return attention(
+            q,
+            K,
+            V,
+            score_mod=functools.partial(scaled_by, slopes, power),
+            block_mask=create_block_mask(functools.partial(in_ids, ids, power)),
+        )
+
+    region = Compiled(region)
+    for power in (2, 3, 4, 5):
+        region.check(Q, power)
+    assert region.count <= 2
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # its own
