@@ -180,6 +180,33 @@ def test_fc47_a_sink_joins_once(backend: Backend, splits: int) -> None:
 
 
 @every_backend
+@pytest.mark.parametrize("splits", [1, 2, 7])
+def test_a_bias_of_any_strides_joins_every_split(backend: Backend, splits: int) -> None:
+    q, k, v = random_inputs(2, 4, 2, 3, 300, 16)
+    draw = torch.randn(2, 4, 3, 600, generator=torch.Generator().manual_seed(1))
+    whole = draw[..., :300]
+    kinds = {
+        "keys first": whole.permute(3, 0, 2, 1).contiguous().permute(1, 3, 2, 0),
+        "every other key": draw[..., ::2],
+        "one for all heads and rows": whole[:, :1, :1].expand(2, 4, 3, 300),
+        "one for all keys": whole[:1, :, :, :1].expand(1, 4, 3, 300),
+    }
+    chosen = list(kinds.values())
+    for bias in chosen[splits % 2 :: 2] if backend.slow else chosen:
+        # The window leaves the first splits without work.
+        check(
+            backend,
+            q,
+            k,
+            v,
+            mask=causal & sliding_window(90),
+            bias=bias,
+            sinks=torch.tensor([0.5, -1.0, 3.0, -torch.inf]),
+            kernel_options={"num_splits": splits},
+        )
+
+
+@every_backend
 def test_fc51_seventy_thousand_sequences_of_one_key(backend: Backend) -> None:
     B = 70_000 if not backend.slow else 20  # the limit is the hardware's, not the interpreter's
     q, k, v = (x.to(backend.device) for x in random_inputs(B, 1, 1, 1, 1, 16))
