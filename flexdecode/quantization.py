@@ -35,9 +35,8 @@ class QuantizedTensor:
     data : Tensor, [B, H, L, n], any strides over B, H and L, contiguous rows
         ``B`` may count pages and ``L`` the slots of a page. A row holds
 
-        - int4, ``layout="separate"``: uint8, ``n = D / 2``. Byte c has element c in its low
-          nibble and element ``c + D / 2`` in its high nibble, so that unpacking a row gives its
-          two halves as they are.
+        - int4, ``layout="separate"``: int16, ``n = D / 4``; element ``c + j * D / 4`` is in bits
+          4 j to 4 j + 3 of word c, so that unpacking a row gives its four quarters as they are.
         - int4, ``layout="interleaved"``: int32, ``n = groups + D / 8``: first the coefficient
           words, then value words; element ``8 w + j`` is in bits 4 j to 4 j + 3 of word w.
         - fp8: float8_e4m3fn, ``n = D``, or int32, ``n = D / 4``: element ``4 w + j`` is in bits
@@ -78,7 +77,7 @@ class QuantizedTensor:
     >>> k = torch.randn(2, 4, 100, 64)
     >>> packed = quantize(k, "int4", groups=2)
     >>> packed.shape, packed.data.shape, packed.scale.shape
-    (torch.Size([2, 4, 100, 64]), torch.Size([2, 4, 100, 32]), torch.Size([2, 4, 100, 2]))
+    (torch.Size([2, 4, 100, 64]), torch.Size([2, 4, 100, 16]), torch.Size([2, 4, 100, 2]))
     >>> packed[:, :, :10].shape
     torch.Size([2, 4, 10, 64])
     >>> bool((dequantize(packed) - k).abs().max() < 0.3)
@@ -169,9 +168,9 @@ class QuantizedTensor:
 
     @functools.cached_property
     def codes(self) -> Tensor:
-        """Rows of codes alone, a view: uint8 [B, H, L, D/2] for int4, float8 or int8 [..., D]."""
+        """Rows of codes alone, a view: int16 [B, H, L, D/4] for int4, float8 or int8 [..., D]."""
         if self.layout == "interleaved":
-            return self.data.view(torch.uint8)[..., 4 * self.groups :]
+            return self.data.view(torch.int16)[..., 2 * self.groups :]
         if self.data.dtype == torch.int32:
             return self.data.view(_FLOAT8[str(self.format)])
         return self.data
@@ -320,13 +319,14 @@ def _quantize_int4(x: Tensor, groups: int, layout: str, dtype: torch.dtype) -> Q
     shift = _round_down(grouped.amin(-1))
     scale = ((grouped.amax(-1) - shift.float()) / 15).clamp(max=_FLOAT16_MAX).half()
     codes = _nearest(grouped - shift.float().unsqueeze(-1), scale.float().unsqueeze(-1), 0, 15)
-    nibbles = codes.flatten(-2).to(torch.uint8)
+    codes = codes.flatten(-2).short()
     words = _pack_halves(scale, shift)
     if layout == "separate":
-        low, high = nibbles.chunk(2, dim=-1)
-        return QuantizedTensor(low | (high << 4), words, groups=groups, dtype=dtype)
-    data = (nibbles[..., ::2] | (nibbles[..., 1::2] << 4)).contiguous().view(torch.int32)
-    data = torch.cat([words, data], dim=-1)
+        return QuantizedTensor(
+            _pack_nibbles(*codes.chunk(4, dim=-1)), words, groups=groups, dtype=dtype
+        )
+    halves = _pack_nibbles(*[codes[..., j::4] for j in range(4)])
+    data = torch.cat([words, halves.view(torch.int32)], dim=-1)
     return QuantizedTensor(data, None, "int4", groups, "interleaved", dtype)
 
 
@@ -395,12 +395,17 @@ def _halves(words: Tensor) -> tuple[Tensor, Tensor]:
     return low.short().view(torch.half).float(), (words >> 16).short().view(torch.half).float()
 
 
+def _pack_nibbles(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+    """Make int16 words of int16 numbers 0 to 15, the first in the lowest bits."""
+    return (a | (b << 4) | (c << 8) | (d << 12)).contiguous()
+
+
 def _unpack_nibbles(packed: Tensor, layout: str) -> Tensor:
-    """Return int4 codes in the order of the elements, uint8."""
-    low, high = packed & 15, packed >> 4
+    """Return int4 codes in the order of the elements, int16."""
+    places = [(packed >> (4 * j)) & 15 for j in range(4)]
     if layout == "separate":
-        return torch.cat([low, high], dim=-1)
-    return torch.stack([low, high], dim=-1).flatten(-2)
+        return torch.cat(places, dim=-1)
+    return torch.stack(places, dim=-1).flatten(-2)
 
 
 # -- checks: ``argument: expected ..., got ...`` ----
@@ -423,10 +428,10 @@ def _check_groups(D: int, groups: int, layout: str) -> None:
     _check_option("groups", groups, GROUPS)
     if D % 8 or D < 8:
         raise ValueError(f"int4: expected a head dim that is a multiple of 8, got {D}")
-    if D // groups % 2 and layout == "interleaved":
+    if D % (4 * groups) and layout == "interleaved":
         raise ValueError(
-            f"groups: expected groups of an even size in interleaved rows, got {groups} groups of "
-            f"{D // groups} elements"
+            "groups: expected groups of a multiple of 4 elements in interleaved rows, got "
+            f"{groups} groups of {D // groups}"
         )
 
 
@@ -442,10 +447,10 @@ def _check_kinds(x: QuantizedTensor) -> None:
 
 
 def _format_of(data: Tensor) -> str:
-    found = {torch.uint8: "int4", torch.int8: "int8", **{d: f for f, d in _FLOAT8.items()}}
+    found = {torch.int16: "int4", torch.int8: "int8", **{d: f for f, d in _FLOAT8.items()}}
     if data.dtype not in found:
         raise TypeError(
-            "data: expected uint8 (int4), int8, float8_e4m3fn or float8_e5m2, or int32 words and "
+            "data: expected int16 (int4), int8, float8_e4m3fn or float8_e5m2, or int32 words and "
             f"their format=, got {data.dtype}"
         )
     return found[data.dtype]
@@ -455,7 +460,7 @@ def _elements(x: QuantizedTensor) -> int:
     """Head dim: elements of a row."""
     width = x.data.shape[3]
     if x.format == "int4":
-        return (width - x.groups) * 8 if x.layout == "interleaved" else width * 2
+        return (width - x.groups) * 8 if x.layout == "interleaved" else width * 4
     return width * 4 if x.data.dtype == torch.int32 else width
 
 
@@ -468,7 +473,7 @@ def _check_data(x: QuantizedTensor) -> None:
         )
     legal: tuple[torch.dtype, ...] = (torch.int8,)
     if format == "int4":
-        legal = (torch.int32 if x.layout == "interleaved" else torch.uint8,)
+        legal = (torch.int32 if x.layout == "interleaved" else torch.int16,)
     elif format != "int8":
         legal = (_FLOAT8[format], torch.int32)
     if data.dtype not in legal:

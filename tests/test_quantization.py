@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from flexdecode import QuantizedTensor, dequantize, quantize
+from flexdecode.kernels.quantized import decode, grain
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 FORMATS: dict[str, dict[str, Any]] = {
     "int4": {"format": "int4"},
@@ -72,15 +79,15 @@ def test_interleaved_rows_are_read_as_described(groups: int) -> None:
 @pytest.mark.parametrize("groups", [1, 2, 4, 8])
 def test_separate_rows_are_read_as_described(groups: int) -> None:
     D = 16
-    row = [(37 * c + 11) % 256 for c in range(D // 2)]
+    row = [(40503 * c + 11111) % 65536 for c in range(D // 4)]
     words = [0xBC00_3555 + 0x40_0101 * g for g in range(groups)]
     expected = []
     for d in range(D):
-        nibble = row[d] & 15 if d < D // 2 else row[d - D // 2] >> 4
+        nibble = row[d % 4] >> (4 * (d // 4)) & 15
         word = words[d // (D // groups)]
         expected.append(nibble * half(word & 0xFFFF) + half(word >> 16))
     packed = QuantizedTensor(
-        torch.tensor(row, dtype=torch.uint8).view(1, 1, 1, -1),
+        torch.tensor(row).to(torch.int16).view(1, 1, 1, -1),
         torch.tensor([signed(word) for word in words], dtype=torch.int32).view(1, 1, 1, -1),
         groups=groups,
     )
@@ -116,7 +123,7 @@ def test_what_quantize_writes_is_laid_out_as_described() -> None:
     x = torch.arange(16.0).view(1, 1, 1, 16)
     word = struct.unpack("<i", struct.pack("<ee", 1.0, 0.0))[0]  # scale 1, shift 0
     separate = quantize(x, "int4")
-    assert separate.data.flatten().tolist() == [c + 16 * (c + 8) for c in range(8)]
+    assert separate.data.flatten().tolist() == [(0xC840 + 0x1111 * c) - (1 << 16) for c in range(4)]
     assert separate.scale is not None and separate.scale.tolist() == [[[[word]]]]
     rows = quantize(x, "int4", layout="interleaved")
     assert rows.data.flatten().tolist() == [word, 0x7654_3210, signed(0xFEDC_BA98)]
@@ -223,9 +230,46 @@ def test_strided_memory() -> None:
     assert torch.equal(dequantize(view), dequantize(packed))
 
 
+# -- decoding in kernels ---------------------------------------------------------------------------
+
+
+@triton.jit
+def decode_kernel(
+    units_ptr, out_ptr, N: tl.constexpr, FORMAT: tl.constexpr, ASSEMBLY: tl.constexpr
+):
+    offs = tl.program_id(0) * N + tl.arange(0, N)
+    tiles = decode(tl.load(units_ptr + offs), FORMAT, out_ptr.dtype.element_ty, ASSEMBLY)
+    for j in tl.static_range(len(tiles)):
+        tl.store(out_ptr + offs * len(tiles) + j, tiles[j])
+
+
+@pytest.mark.skipif(not INTERPRETING and DEVICE == "cpu", reason="needs a GPU or the interpreter")
+@pytest.mark.parametrize("format", ["int4_rows", "int8", "e4m3", "e5m2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_code_is_decoded_exactly(format: str, dtype: torch.dtype) -> None:
+    units = torch.arange(65536).to(torch.int16)
+    out = torch.empty(65536, 4 if format == "int4_rows" else 2, dtype=dtype, device=DEVICE)
+    assembly = DEVICE == "cuda" and torch.version.hip is None
+    decode_kernel[(64,)](units.to(DEVICE), out, 1024, format, assembly)
+    codes = units.view(torch.uint8).view(65536, 2)
+    if format == "int4_rows":
+        expected = torch.stack(
+            [codes[:, 0] & 15, codes[:, 0] >> 4, codes[:, 1] & 15, codes[:, 1] >> 4], 1
+        )
+        expected = expected.double() - 8
+    else:
+        kinds = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+        expected = codes.view(kinds[format]).double()
+    grains = grain(format, tl.float16) if dtype == torch.float16 else 1.0
+    known = expected.isfinite()
+    found = out.cpu().double() * grains
+    assert torch.equal(found[known], expected[known])
+    assert torch.equal(found[known].signbit(), expected[known].signbit())
+
+
 # -- errors ----------------------------------------------------------------------------------------
 
-BYTES = torch.zeros(2, 3, 4, 16, dtype=torch.uint8)
+CODES = torch.zeros(2, 3, 4, 16, dtype=torch.int16)
 WORDS = torch.zeros(2, 3, 4, dtype=torch.int32)
 
 
@@ -240,7 +284,7 @@ WORDS = torch.zeros(2, 3, 4, dtype=torch.int32)
         (
             lambda: quantize(normal(1, 1, 1, 24), "int4", groups=8, layout="interleaved"),
             ValueError,
-            "groups of an even size in interleaved rows, got 8 groups of 3",
+            "multiple of 4 elements in interleaved rows, got 8 groups of 3",
         ),
         (lambda: quantize(normal(1, 1, 1, 16), "fp8", groups=2), ValueError, "only int4 has"),
         (lambda: quantize(normal(1, 1, 1, 16), "fp8", per="column"), ValueError, "per: expected"),
@@ -249,34 +293,34 @@ WORDS = torch.zeros(2, 3, 4, dtype=torch.int32)
             ValueError,
             "per: expected 'row' with coefficient words, got 'head'",
         ),
-        (lambda: QuantizedTensor(BYTES), ValueError, "scale: expected a tensor of coefficients"),
-        (lambda: QuantizedTensor(BYTES[0], WORDS[0]), ValueError, "data: expected 4 dims"),
-        (lambda: QuantizedTensor(BYTES.int()), TypeError, "int32 words and their format="),
-        (lambda: QuantizedTensor(BYTES, WORDS.float()), TypeError, "scale: expected torch.int32"),
+        (lambda: QuantizedTensor(CODES), ValueError, "scale: expected a tensor of coefficients"),
+        (lambda: QuantizedTensor(CODES[0], WORDS[0]), ValueError, "data: expected 4 dims"),
+        (lambda: QuantizedTensor(CODES.int()), TypeError, "int32 words and their format="),
+        (lambda: QuantizedTensor(CODES, WORDS.float()), TypeError, "scale: expected torch.int32"),
         (
-            lambda: QuantizedTensor(BYTES, WORDS[:, :, :3]),
+            lambda: QuantizedTensor(CODES, WORDS[:, :, :3]),
             ValueError,
             r"scale: expected shape \[2, 3, 4, 1\] for int4 data \[2, 3, 4, 16\], got \[2, 3, 3\]",
         ),
-        (lambda: QuantizedTensor(BYTES, WORDS, groups=2), ValueError, r"expected shape \[2, 3, 4,"),
+        (lambda: QuantizedTensor(CODES, WORDS, groups=2), ValueError, r"expected shape \[2, 3, 4,"),
         (
-            lambda: QuantizedTensor(BYTES.char(), torch.ones(4)),
+            lambda: QuantizedTensor(CODES.char(), torch.ones(4)),
             ValueError,
             r"scale: expected shape \[2, 3, 4\], \[3\] or \[\] for int8",
         ),
         (
-            lambda: QuantizedTensor(BYTES[..., ::2], WORDS),
+            lambda: QuantizedTensor(CODES[..., ::2], WORDS),
             ValueError,
             "data: expected contiguous rows, got a stride of 2",
         ),
         (
-            lambda: QuantizedTensor(BYTES, WORDS.to("meta")),
+            lambda: QuantizedTensor(CODES, WORDS.to("meta")),
             ValueError,
             "scale: expected device cpu of data, got meta",
         ),
-        (lambda: QuantizedTensor(BYTES, WORDS, dtype=torch.int8), TypeError, "dtype: expected"),
-        (lambda: QuantizedTensor(BYTES, WORDS, format="fp8"), TypeError, "data: expected torch.fl"),
-        (lambda: dequantize(BYTES), TypeError, "x: expected a QuantizedTensor, got Tensor"),
+        (lambda: QuantizedTensor(CODES, WORDS, dtype=torch.int8), TypeError, "dtype: expected"),
+        (lambda: QuantizedTensor(CODES, WORDS, format="fp8"), TypeError, "data: expected torch.fl"),
+        (lambda: dequantize(CODES), TypeError, "x: expected a QuantizedTensor, got Tensor"),
         (lambda: quantize(normal(1, 1, 2, 8), "int4")[0], IndexError, "expected slices or index"),
     ],
 )

@@ -1,0 +1,550 @@
+# mypy: allow-untyped-defs, allow-untyped-decorators, disable-error-code="assignment,no-redef"
+"""Tiles of quantised keys and values: codes become numbers, coefficients join after the dot.
+
+A row of a quantised head is ``x = code * scale + shift`` (a scale and a shift for each group of
+its elements). Scores need ``q @ x.T = (q @ code.T) * scale + sum(q) * shift``, and the output
+``p @ x = (p * scale) @ code + sum(p * shift)``: the loop only converts codes, to the dtype of q and
+without rounding. int4 codes enter as ``nibble - 8``, and their shift as ``shift + 8 * scale``, so
+that neither term is much larger than the sum.
+
+Rows are read as 16-bit *units* of two bytes or four nibbles. A tile of units [BLOCK_N, n] then
+moves through shared memory as a tile of halves would, and gives two or four tiles of numbers,
+*pieces*, whose columns lie a unit apart. The order of columns does not matter to a dot: q is
+loaded, and the output stored, in the order of the pieces. Nothing is ever interleaved, and on CUDA
+two units of neighbouring rows share a register, so that decoding takes three or four instructions
+for two numbers. It is integer arithmetic, in assembly since the compiler takes numbers one by one:
+fp8 types do not exist everywhere, and conversion instructions are slower where they do.
+
+Formats are named "e4m3", "e5m2", "int8", "int4" (nibble j of unit c is element c + j * D / 4) and
+"int4_rows" (element 4 * c + j); "" is a tensor that is not quantised. Coefficients are "words"
+(int32: scale and shift, float16), "scales" (floats) or "" (none, or a scale that the caller
+applies).
+"""
+
+import triton
+import triton.language as tl
+
+from flexdecode.kernels.tiles import dot, load_piece
+
+# -- decoding ----
+
+# 0x43 and a nibble are 128 + nibble as bfloat16, 0x64 and it 1024 + nibble as float16.
+_INT4_BFLOAT16 = tl.constexpr("""
+{
+    .reg .b32 a, b, c, d, f, n;
+    shr.u32 b, $4, 4;
+    shr.u32 c, $4, 8;
+    shr.u32 d, $4, 12;
+    lop3.b32 a, $4, 0x000F000F, 0x43004300, 0xEA;
+    lop3.b32 b, b, 0x000F000F, 0x43004300, 0xEA;
+    lop3.b32 c, c, 0x000F000F, 0x43004300, 0xEA;
+    lop3.b32 d, d, 0x000F000F, 0x43004300, 0xEA;
+    mov.b32 f, 0x3F803F80;
+    mov.b32 n, 0xC308C308;
+    fma.rn.bf16x2 $0, a, f, n;
+    fma.rn.bf16x2 $1, b, f, n;
+    fma.rn.bf16x2 $2, c, f, n;
+    fma.rn.bf16x2 $3, d, f, n;
+}
+""")
+_INT4_FLOAT16 = tl.constexpr("""
+{
+    .reg .b32 a, b, c, d, f, n;
+    shr.u32 b, $4, 4;
+    shr.u32 c, $4, 8;
+    shr.u32 d, $4, 12;
+    lop3.b32 a, $4, 0x000F000F, 0x64006400, 0xEA;
+    lop3.b32 b, b, 0x000F000F, 0x64006400, 0xEA;
+    lop3.b32 c, c, 0x000F000F, 0x64006400, 0xEA;
+    lop3.b32 d, d, 0x000F000F, 0x64006400, 0xEA;
+    mov.b32 f, 0x30003000;
+    mov.b32 n, 0xD808D808;
+    fma.rn.f16x2 $0, a, f, n;
+    fma.rn.f16x2 $1, b, f, n;
+    fma.rn.f16x2 $2, c, f, n;
+    fma.rn.f16x2 $3, d, f, n;
+}
+""")
+# The sign bit turns 128 into 256 in what is subtracted from 128 + (the lower seven bits).
+_INT8_BFLOAT16 = tl.constexpr("""
+{
+    .reg .b32 a, b, c, d, n;
+    shr.u32 b, $2, 8;
+    lop3.b32 c, $2, 0x00800080, 0x43004300, 0xEA;
+    lop3.b32 d, b, 0x00800080, 0x43004300, 0xEA;
+    lop3.b32 a, $2, 0x007F007F, 0x43004300, 0xEA;
+    lop3.b32 b, b, 0x007F007F, 0x43004300, 0xEA;
+    mov.b32 n, 0xBF80BF80;
+    fma.rn.bf16x2 $0, c, n, a;
+    fma.rn.bf16x2 $1, d, n, b;
+}
+""")
+_INT8_FLOAT16 = tl.constexpr("""
+{
+    .reg .b32 a, b, f, n;
+    xor.b32 a, $2, 0x80808080;
+    shr.u32 b, a, 8;
+    lop3.b32 a, a, 0x00FF00FF, 0x64006400, 0xEA;
+    lop3.b32 b, b, 0x00FF00FF, 0x64006400, 0xEA;
+    mov.b32 f, 0x20002000;
+    mov.b32 n, 0xC880C880;
+    fma.rn.f16x2 $0, a, f, n;
+    fma.rn.f16x2 $1, b, f, n;
+}
+""")
+# A byte goes to the upper half of 16 bits, with its sign above the lower number, and is shifted to
+# where the wider float has its exponent. A power of two mends the bias, also of the smallest
+# numbers. NaN, and the infinities of e5m2, read as finite numbers, but by `_E5M2_FLOAT16`.
+_E4M3_BFLOAT16 = tl.constexpr("""
+{
+    .reg .b32 a, b, f, z;
+    prmt.b32 a, $2, 0, 0x2800;
+    prmt.b32 b, $2, 0, 0x3911;
+    shr.s32 a, a, 4;
+    shr.s32 b, b, 4;
+    and.b32 a, a, 0x87F087F0;
+    and.b32 b, b, 0x87F087F0;
+    mov.b32 f, 0x7B807B80;
+    mov.b32 z, 0x80008000;
+    fma.rn.bf16x2 $0, a, f, z;
+    fma.rn.bf16x2 $1, b, f, z;
+}
+""")
+_E4M3_FLOAT16 = tl.constexpr("""
+{
+    .reg .b32 a, b;
+    prmt.b32 a, $2, 0, 0x2800;
+    prmt.b32 b, $2, 0, 0x3911;
+    shr.s32 a, a, 1;
+    shr.s32 b, b, 1;
+    and.b32 $0, a, 0xBF80BF80;
+    and.b32 $1, b, 0xBF80BF80;
+}
+""")
+_E5M2_BFLOAT16 = tl.constexpr("""
+{
+    .reg .b32 a, b, f, z;
+    prmt.b32 a, $2, 0, 0x2800;
+    prmt.b32 b, $2, 0, 0x3911;
+    shr.s32 a, a, 3;
+    shr.s32 b, b, 3;
+    and.b32 a, a, 0x8FE08FE0;
+    and.b32 b, b, 0x8FE08FE0;
+    mov.b32 f, 0x77807780;
+    mov.b32 z, 0x80008000;
+    fma.rn.bf16x2 $0, a, f, z;
+    fma.rn.bf16x2 $1, b, f, z;
+}
+""")
+_E5M2_FLOAT16 = tl.constexpr("""
+{
+    .reg .b32 a;
+    shl.b32 a, $2, 8;
+    and.b32 $1, $2, 0xFF00FF00;
+    and.b32 $0, a, 0xFF00FF00;
+}
+""")
+
+
+@triton.constexpr_function
+def is_int4(FORMAT):
+    """Whether a unit holds four codes, rather than two."""
+    return FORMAT in ("int4", "int4_rows")
+
+
+@triton.constexpr_function
+def grain(FORMAT, DTYPE):
+    """Codes are decoded as multiples of it, so that weights times scales suit float16."""
+    sizes = {"int4": 8.0, "int4_rows": 8.0, "int8": 128.0, "e4m3": 256.0}
+    return sizes.get(FORMAT, 1.0) if DTYPE == tl.float16 else 1.0
+
+
+@triton.constexpr_function
+def assembly(FORMAT, DTYPE):
+    """CUDA instructions that decode two units."""
+    wide, half = {
+        "int4": (_INT4_BFLOAT16, _INT4_FLOAT16),
+        "int4_rows": (_INT4_BFLOAT16, _INT4_FLOAT16),
+        "int8": (_INT8_BFLOAT16, _INT8_FLOAT16),
+        "e4m3": (_E4M3_BFLOAT16, _E4M3_FLOAT16),
+        "e5m2": (_E5M2_BFLOAT16, _E5M2_FLOAT16),
+    }[FORMAT]
+    return wide if DTYPE == tl.bfloat16 else half
+
+
+@triton.jit
+def decode(units, FORMAT: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Return the two or four tiles of numbers that a tile of units holds, in grains, exact."""
+    SIXTEEN: tl.constexpr = DTYPE == tl.bfloat16 or DTYPE == tl.float16
+    if ASSEMBLY and SIXTEEN:
+        code: tl.constexpr = assembly(FORMAT, DTYPE)
+        if is_int4(FORMAT):
+            if DTYPE == tl.bfloat16:
+                four: tl.constexpr = (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16)
+            else:
+                four: tl.constexpr = (tl.float16, tl.float16, tl.float16, tl.float16)
+            return tl.inline_asm_elementwise(
+                code, "=r,=r,=r,=r,r", [units], dtype=four, is_pure=True, pack=2
+            )
+        else:
+            if DTYPE == tl.bfloat16:
+                two: tl.constexpr = (tl.bfloat16, tl.bfloat16)
+            else:
+                two: tl.constexpr = (tl.float16, tl.float16)
+            return tl.inline_asm_elementwise(
+                code, "=r,=r,r", [units], dtype=two, is_pure=True, pack=2
+            )
+    else:
+        bits = units.to(tl.int32)
+        tiles = ()
+        for j in tl.static_range(4 if is_int4(FORMAT) else 2):
+            tiles += (decode_one(bits, j, FORMAT, DTYPE),)
+        return tiles
+
+
+@triton.jit
+def decode_one(bits, PLACE: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """Return one number of each unit, in grains."""
+    if is_int4(FORMAT):
+        x = ((bits >> (4 * PLACE)) & 15).to(tl.float32) - 8.0
+    elif FORMAT == "int8":
+        x = (bits >> (8 * PLACE)).to(tl.int8).to(tl.float32)
+    else:
+        code = bits >> (8 * PLACE)
+        sign = (code & 0x80) << 24
+        if FORMAT == "e4m3":
+            x = (((code & 0x7F) << 20) | sign).to(tl.float32, bitcast=True) * 2.0**120
+        else:
+            x = (((code & 0x7F) << 21) | sign).to(tl.float32, bitcast=True) * 2.0**112
+    return (x * (1.0 / grain(FORMAT, DTYPE))).to(DTYPE)
+
+
+# -- coefficients ----
+
+
+@triton.jit
+def load_scales(ptr, rows, lane, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """Return the scales of some rows' decoded codes, float32 [BLOCK_N]; 0 where lane is false."""
+    if lane is None:
+        scale = tl.load(ptr + rows)
+    else:
+        scale = tl.load(ptr + rows, mask=lane, other=0.0)
+    return scale.to(tl.float32) * grain(FORMAT, DTYPE)
+
+
+@triton.jit
+def load_words(ptr, rows, lane, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """Return the scales and shifts of some rows' decoded codes, float32 [BLOCK_N] each."""
+    if lane is None:
+        word = tl.load(ptr + rows)
+    else:
+        word = tl.load(ptr + rows, mask=lane, other=0)
+    scale = (word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    shift = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    if is_int4(FORMAT):
+        shift += scale * 8.0
+    return scale * grain(FORMAT, DTYPE), shift
+
+
+# -- pieces: which columns a tile of units holds. All of these are worked out by the compiler. ----
+
+
+@triton.constexpr_function
+def _tiles(FORMAT, GROUPS, DIM):
+    """Tiles of units that a row is read in, as (first unit, units, padded units)."""
+    units = DIM // 4 if FORMAT.startswith("int4") else DIM // 2
+    # Groups that share their units with others need no tile of their own.
+    count = max(GROUPS // 4, 1) if FORMAT == "int4" else GROUPS
+    if count > 1:
+        width = units // count
+        return [(t * width, width, max(triton.next_power_of_2(width), 16)) for t in range(count)]
+    whole = max(triton.next_power_of_2(units), 16)
+    half, rest = whole // 2, max(triton.next_power_of_2(units - whole // 2), 32)
+    if half + rest < whole:
+        return [(0, half, half), (half, units - half, rest)]
+    return [(0, units, whole)]
+
+
+@triton.constexpr_function
+def places(FORMAT):
+    """Numbers of a unit, which is pieces of a tile."""
+    return 4 if is_int4(FORMAT) else 2
+
+
+@triton.constexpr_function
+def count_tiles(FORMAT, GROUPS, DIM):
+    """Tiles of units of a row."""
+    return len(_tiles(FORMAT, GROUPS, DIM))
+
+
+@triton.constexpr_function
+def count_pieces(FORMAT, GROUPS, DIM):
+    """Pieces of a row: piece ``places * tile + j`` has the numbers at place j of a tile."""
+    return count_tiles(FORMAT, GROUPS, DIM) * places(FORMAT)
+
+
+@triton.constexpr_function
+def tile_start(FORMAT, GROUPS, DIM, TILE):
+    """First unit of a tile."""
+    return _tiles(FORMAT, GROUPS, DIM)[TILE][0]
+
+
+@triton.constexpr_function
+def tile_width(FORMAT, GROUPS, DIM, TILE):
+    """Units of a tile."""
+    return _tiles(FORMAT, GROUPS, DIM)[TILE][1]
+
+
+@triton.constexpr_function
+def tile_size(FORMAT, GROUPS, DIM, TILE):
+    """Units of a tile, padded for matrix instructions."""
+    return _tiles(FORMAT, GROUPS, DIM)[TILE][2]
+
+
+@triton.constexpr_function
+def piece_start(FORMAT, GROUPS, DIM, PIECE):
+    """Element at the first column of a piece."""
+    unit = tile_start(FORMAT, GROUPS, DIM, PIECE // places(FORMAT))
+    place = PIECE % places(FORMAT)
+    return unit + place * (DIM // 4) if FORMAT == "int4" else unit * places(FORMAT) + place
+
+
+@triton.constexpr_function
+def piece_step(FORMAT):
+    """Elements from one column of a piece to the next."""
+    return 1 if FORMAT == "int4" else places(FORMAT)
+
+
+@triton.constexpr_function
+def piece_group(FORMAT, GROUPS, DIM, PIECE):
+    """Group that the elements of a piece belong to."""
+    return piece_start(FORMAT, GROUPS, DIM, PIECE) * GROUPS // DIM
+
+
+@triton.jit
+def load_columns(
+    ptr,
+    rows,  # [R], int64: where each row starts, in elements
+    stride_d,
+    lane,  # [R], int1
+    FORMAT: tl.constexpr,
+    GROUPS: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """Rows of an ordinary tensor in the pieces that a quantised row has; zero where padded."""
+    pieces = ()
+    for piece in tl.static_range(count_pieces(FORMAT, GROUPS, DIM)):
+        pieces += (
+            load_piece(
+                ptr + piece_start(FORMAT, GROUPS, DIM, piece) * stride_d,
+                rows,
+                stride_d * piece_step(FORMAT),
+                lane,
+                0,
+                tile_width(FORMAT, GROUPS, DIM, piece // places(FORMAT)),
+                tile_size(FORMAT, GROUPS, DIM, piece // places(FORMAT)),
+            ),
+        )
+    return pieces
+
+
+@triton.jit
+def store_columns(
+    ptr,
+    rows,  # [R], int64: where each row starts, in elements
+    lane,  # [R], int1
+    pieces,
+    FORMAT: tl.constexpr,
+    GROUPS: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """Store rows that are held in the pieces of a quantised row."""
+    for piece in tl.static_range(count_pieces(FORMAT, GROUPS, DIM)):
+        column = tl.arange(0, tile_size(FORMAT, GROUPS, DIM, piece // places(FORMAT)))
+        inside = column < tile_width(FORMAT, GROUPS, DIM, piece // places(FORMAT))
+        offs_d = piece_start(FORMAT, GROUPS, DIM, piece) + column * piece_step(FORMAT)
+        ptrs = ptr + (rows[:, None] + offs_d[None, :])
+        tl.store(ptrs, pieces[piece], mask=lane[:, None] & inside[None, :])
+
+
+# -- scores ----
+
+
+@triton.jit
+def sum_groups(q, FORMAT: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr):
+    """Sum the elements of query rows over each group: a tuple of [BLOCK_M], float32."""
+    sums = ()
+    for group in tl.static_range(GROUPS):
+        total = tl.zeros((q[0].shape[0],), tl.float32)
+        for piece in tl.static_range(count_pieces(FORMAT, GROUPS, DIM)):
+            if piece_group(FORMAT, GROUPS, DIM, piece) == group:
+                total += tl.sum(q[piece].to(tl.float32), 1)
+        sums += (total,)
+    return sums
+
+
+@triton.jit
+def quantized_scores(
+    q,  # the format's pieces of [BLOCK_M, D]
+    q_sums,  # of its groups, [BLOCK_M], where coefficients are words
+    ptr,  # units, int16, at the first key
+    rows,  # [BLOCK_N], int64
+    coefficients_ptr,  # at the first key
+    coefficient_rows,  # [BLOCK_N], int64
+    stride_group,
+    lane,  # [BLOCK_N], int1, or None where every row may be read
+    FORMAT: tl.constexpr,
+    COEFFICIENTS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    D: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+):
+    """Inner products of query rows with quantised key rows, float32, [BLOCK_M, BLOCK_N].
+
+    Without coefficients they are in grains, see `grain`.
+    """
+    DTYPE: tl.constexpr = q[0].dtype
+    tiles = ()
+    for tile in tl.static_range(count_tiles(FORMAT, GROUPS, D)):
+        units = load_units(ptr, rows, lane, tile, FORMAT, GROUPS, D)
+        tiles += decode(units, FORMAT, DTYPE, ASSEMBLY)
+    zero = tl.zeros((q[0].shape[0], rows.shape[0]), tl.float32)
+    qk = zero
+    for group in tl.static_range(GROUPS):
+        product = zero
+        for piece in tl.static_range(count_pieces(FORMAT, GROUPS, D)):
+            if piece_group(FORMAT, GROUPS, D, piece) == group:
+                product = dot(q[piece], tl.trans(tiles[piece]), product, INPUT_PRECISION)
+        ptr_of_group = coefficients_ptr
+        if group > 0:
+            ptr_of_group = coefficients_ptr + group * stride_group
+        if COEFFICIENTS == "words":
+            scale, shift = load_words(ptr_of_group, coefficient_rows, lane, FORMAT, DTYPE)
+            product = product * scale[None, :] + q_sums[group][:, None] * shift[None, :]
+        elif COEFFICIENTS == "scales":
+            scale = load_scales(ptr_of_group, coefficient_rows, lane, FORMAT, DTYPE)
+            product = product * scale[None, :]
+        if group > 0:
+            qk += product
+        else:
+            qk = product
+    return qk
+
+
+@triton.jit
+def load_units(
+    ptr,
+    rows,
+    lane,
+    TILE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GROUPS: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """One tile of units of some rows, int16."""
+    START: tl.constexpr = tile_start(FORMAT, GROUPS, DIM, TILE)
+    END: tl.constexpr = START + tile_width(FORMAT, GROUPS, DIM, TILE)
+    return load_piece(ptr, rows, 1, lane, START, END, tile_size(FORMAT, GROUPS, DIM, TILE))
+
+
+# -- output: a tuple of the pieces, then of each group's sums of p * shift ----
+
+
+@triton.jit
+def zero_output(
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FORMAT: tl.constexpr,
+    COEFFICIENTS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    DV: tl.constexpr,
+):
+    """Return the output of no keys; sums stay apart for each lane where rows are few."""
+    acc = ()
+    for piece in tl.static_range(count_pieces(FORMAT, GROUPS, DV)):
+        acc += (
+            tl.zeros((ROWS, tile_size(FORMAT, GROUPS, DV, piece // places(FORMAT))), tl.float32),
+        )
+    if COEFFICIENTS == "words":
+        for _ in tl.static_range(GROUPS):
+            acc += (tl.zeros((ROWS, BLOCK_N if ROWS <= 32 else 1), tl.float32),)
+    return acc
+
+
+@triton.jit
+def accumulate_quantized(
+    acc,
+    alpha,  # [BLOCK_M]: rescales what is there
+    p,  # [BLOCK_M, BLOCK_N], float32
+    ptr,  # units, int16, at the first key
+    rows,  # [BLOCK_N], int64
+    coefficients_ptr,  # at the first key
+    coefficient_rows,  # [BLOCK_N], int64
+    stride_group,
+    lane,  # [BLOCK_N], int1, or None where every row may be read
+    seen,  # [BLOCK_N], int1, or None: what is not seen may hold NaN
+    FORMAT: tl.constexpr,
+    COEFFICIENTS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    DV: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+):
+    """Rescale the running output and add p times quantised value rows."""
+    PIECES: tl.constexpr = count_pieces(FORMAT, GROUPS, DV)
+    weights = ()  # of each group
+    sums = ()
+    for group in tl.static_range(GROUPS):
+        ptr_of_group = coefficients_ptr
+        if group > 0:
+            ptr_of_group = coefficients_ptr + group * stride_group
+        weight = p
+        if COEFFICIENTS == "words":
+            scale, shift = load_words(ptr_of_group, coefficient_rows, lane, FORMAT, DTYPE)
+            if seen is not None:
+                scale = tl.where(seen, scale, 0.0)
+                shift = tl.where(seen, shift, 0.0)
+            weight = p * scale[None, :]
+            shifted = p * shift[None, :]
+            if acc[PIECES].shape[1] == 1:
+                shifted = tl.sum(shifted, 1, keep_dims=True)
+            sums += (acc[PIECES + group] * alpha[:, None] + shifted,)
+        elif COEFFICIENTS == "scales":
+            scale = load_scales(ptr_of_group, coefficient_rows, lane, FORMAT, DTYPE)
+            if seen is not None:
+                scale = tl.where(seen, scale, 0.0)
+            weight = p * scale[None, :]
+        weights += (weight.to(DTYPE),)
+    tiles = ()
+    for tile in tl.static_range(count_tiles(FORMAT, GROUPS, DV)):
+        units = load_units(ptr, rows, lane, tile, FORMAT, GROUPS, DV)
+        if FORMAT == "e5m2" and seen is not None:  # other codes are always finite
+            units = tl.where(seen[:, None], units, 0)
+        tiles += decode(units, FORMAT, DTYPE, ASSEMBLY)
+    pieces = ()
+    for piece in tl.static_range(PIECES):
+        weight = weights[piece_group(FORMAT, GROUPS, DV, piece)]
+        pieces += (dot(weight, tiles[piece], acc[piece] * alpha[:, None], INPUT_PRECISION),)
+    return pieces + sums
+
+
+@triton.jit
+def finish_output(
+    acc,
+    FORMAT: tl.constexpr,
+    COEFFICIENTS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    DV: tl.constexpr,
+):
+    """Add what the shifts contribute, and return the pieces of [BLOCK_M, DV] alone."""
+    PIECES: tl.constexpr = count_pieces(FORMAT, GROUPS, DV)
+    pieces = ()
+    for piece in tl.static_range(PIECES):
+        found = acc[piece]
+        if COEFFICIENTS == "words":
+            shifted = acc[PIECES + piece_group(FORMAT, GROUPS, DV, piece)]
+            found += tl.sum(shifted, 1, keep_dims=True)
+        pieces += (found,)
+    return pieces
