@@ -321,9 +321,9 @@ def _decode_kernel(
     if ROWS > 0:
         lists = (kv_num_blocks_ptr, full_kv_num_blocks_ptr, stride_tb, stride_th)
         numbering = (rows, heads, nQ, inner, num_splits, processors)
-        items, ends = plan_items(lengths, lists, numbering, tiles_ptr, ROWS, KV_BLOCK, BLOCK_N)
-        table_row, num_items, split = find_item(item, items, ends, ROWS)
-        if table_row >= rows:
+        items, firsts = plan_items(lengths, lists, numbering, tiles_ptr, ROWS, KV_BLOCK, BLOCK_N)
+        table_row, num_items, split = find_item(item, items, firsts, ROWS)
+        if num_items == 0:
             return
     else:
         table_row = item // num_splits

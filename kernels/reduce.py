@@ -97,8 +97,8 @@ def _reduce_kernel(
     if ROWS > 0:
         lists = (kv_num_blocks_ptr, full_kv_num_blocks_ptr, stride_tb, stride_th)
         numbering = (rows, heads, nQ, inner, num_splits, processors)
-        items, ends = plan_items(lengths, lists, numbering, tiles_ptr, ROWS, KV_BLOCK, BLOCK_N)
-        num_items, first_item = items_of(table_row, items, ends, ROWS)
+        items, firsts = plan_items(lengths, lists, numbering, tiles_ptr, ROWS, KV_BLOCK, BLOCK_N)
+        num_items, first_item = items_of(tl.arange(0, ROWS) == table_row, items, firsts)
     else:
         num_items = num_splits
         first_item = table_row * num_splits

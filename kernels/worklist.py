@@ -31,10 +31,11 @@ def plan_items(
     KV_BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Items of every row and their running sum: (items, ends), both [ROWS] int32.
+    """Items of every row, and which is its first: (items, firsts), both [ROWS] int32.
 
-    Rows stay whole where that fills the device evenly; otherwise none is longer than a quarter of
-    a processor's fair share. Every row has an item at least, so that empty ones are written too.
+    Rows stay whole where that fills the device evenly; otherwise none is longer than a share of a
+    processor's fair part. Every row has an item at least, so that empty ones are written too. Rows
+    that are cut come first: short ones then fill what their long items leave.
     """
     SUBS: tl.constexpr = (KV_BLOCK + BLOCK_N - 1) // BLOCK_N
     num_ptr, full_num_ptr, stride_tb, stride_th = lists
@@ -64,23 +65,26 @@ def plan_items(
     if waves * longest * 8 <= cdiv(total, slots) * 9:
         share = tl.maximum(longest, 1)
     items = tl.where(there, tl.maximum(cdiv(units, share), 1), 0)
-    return items, tl.cumsum(items, 0)
+    cut = tl.where(items > 1, items, 0)
+    whole = items - cut
+    firsts = tl.cumsum(cut, 0) - cut
+    firsts = tl.where(items > 1, firsts, tl.cumsum(whole, 0) - whole + tl.sum(cut, 0))
+    return items, firsts
 
 
 @triton.jit
-def find_item(item, items, ends, ROWS: tl.constexpr):
-    """Row of an item, the row's number of items, and which of them this is."""
-    row = tl.sum((ends <= item).to(tl.int32), 0)
-    count, first = items_of(row, items, ends, ROWS)
-    return row, count, item - first
+def find_item(item, items, firsts, ROWS: tl.constexpr):
+    """Row of an item, the row's number of items (0: there is no such item), and which this is."""
+    row = tl.arange(0, ROWS)
+    mine = (firsts <= item) & (item < firsts + items)
+    count, first = items_of(mine, items, firsts)
+    return tl.sum(tl.where(mine, row, 0), 0), count, item - first
 
 
 @triton.jit
-def items_of(row, items, ends, ROWS: tl.constexpr):
-    """Return a row's number of items, and its first item."""
-    mine = tl.arange(0, ROWS) == row
-    count = tl.sum(tl.where(mine, items, 0), 0)
-    return count, tl.sum(tl.where(mine, ends, 0), 0) - count
+def items_of(mine, items, firsts):
+    """Return the number of items of the one row that is `mine`, and its first item."""
+    return tl.sum(tl.where(mine, items, 0), 0), tl.sum(tl.where(mine, firsts, 0), 0)
 
 
 @triton.jit

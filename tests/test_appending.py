@@ -11,8 +11,8 @@ from torch import Tensor
 from flexdecode import append_kv
 from tests.cache_cases import KINDS, Case
 
-BACKENDS = ("cpu", "triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BACKENDS = ("reference", "triton") if DEVICE == "cuda" else ("cpu", "triton")
 
 
 def grown(kind: str, packed: bool, seed: int) -> tuple[Case, dict[str, Any], list[int]]:

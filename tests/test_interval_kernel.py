@@ -66,7 +66,9 @@ def answers(rule, b, h, rows, block, size, kv_len, lanes=8):
     return said.cpu(), allowed.any(1).int() + allowed.all(1).int()
 
 
-@settings(max_examples=40 if INTERPRETED else 15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=40 if INTERPRETED else 15, deadline=None, suppress_health_check=list(HealthCheck)
+)
 @given(cases.rules, st.data())
 def test_random_rules_are_never_decided_wrongly(rule, data):
     first, rows = data.draw(st.integers(-20, 200)), data.draw(st.sampled_from([1, 2, 9, 40]))
