@@ -10,6 +10,7 @@ from flexdecode.mods import MaskMod, mask_mod
 __all__ = ["bidirectional", "block_diffusion", "causal", "chunked", "prefix_lm"]
 
 
+@mask_mod
 def causal(b, h, q_idx, kv_idx):
     """True where ``kv_idx <= q_idx``: a token sees itself and what came before [1]_.
 
@@ -38,6 +39,7 @@ def causal(b, h, q_idx, kv_idx):
     return kv_idx <= q_idx
 
 
+@mask_mod
 def bidirectional(b, h, q_idx, kv_idx):
     """True for every key: only ``kv_len`` limits what is read.
 

@@ -41,6 +41,15 @@ def test_every_rule_is_a_case() -> None:
 
 
 @every_mask
+def test_a_mask_joins_a_plain_function(name: str) -> None:
+    def even(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return kv_idx % 2 == 0
+
+    expected = dense(name) & (torch.arange(LENGTH) % 2 == 0)
+    assert torch.equal((MASKS[name] & even)(*indices()).expand_as(expected), expected)
+
+
+@every_mask
 def test_traced_mask_equals_eager(name: str) -> None:
     found = evaluate(trace(MASKS[name], "mask"), *indices())
     assert torch.equal(found.expand(2, 4, LENGTH, LENGTH), dense(name))
