@@ -1,50 +1,53 @@
 """Models of transformers give the same through flexdecode as through their own eager attention."""
 
+import copy
 from dataclasses import dataclass
 
 import pytest
 import torch
 
+from flexdecode import compile_count
 from flexdecode.integrations import transformers as integration
 from flexdecode.integrations.transformers import attention_forward, create_mask, register, restrict
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
 PROMPT = 13  # tokens of the longest prompt; every window below is shorter
-NEW = 12
+NEW = 8
 SIZES = {
     "hidden_size": 48,
     "intermediate_size": 64,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "vocab_size": 97,
     "max_position_embeddings": 128,
     "eos_token_id": None,
     "bos_token_id": 1,
     "pad_token_id": 0,
 }
+GEMMA = {"sliding_window": 8, "head_dim": 8, "query_pre_attn_scalar": 3}  # an odd scale
+BOTH_KINDS = ["sliding_attention", "full_attention"]
 CONFIGS = {
     "llama": ("LlamaConfig", {}),
     "mistral": ("MistralConfig", {"sliding_window": 8}),
+    "mistral_full": ("MistralConfig", {"sliding_window": None, "num_key_value_heads": 1}),
+    "phi3": ("Phi3Config", {"sliding_window": 8, "num_key_value_heads": 3}),
     "qwen2": (
         "Qwen2Config",
         {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
     ),
+    "qwen3": ("Qwen3Config", {"head_dim": 8, "num_key_value_heads": 6}),
     "gemma2": (
         "Gemma2Config",
-        {
-            "sliding_window": 8,
-            "head_dim": 8,
-            "query_pre_attn_scalar": 3,
-            "attn_logit_softcapping": 2.0,
-            "final_logit_softcapping": None,
-        },
+        {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": None},
     ),
+    "gemma3": ("Gemma3TextConfig", {**GEMMA, "layer_types": BOTH_KINDS}),
     "gpt_oss": (
         "GptOssConfig",
         {"sliding_window": 8, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
     ),
+    "cohere2": ("Cohere2Config", {"sliding_window": 8, "layer_types": BOTH_KINDS}),
 }
 
 
@@ -61,7 +64,7 @@ def build():
     def build(name, implementation="eager"):
         if name not in models:
             kind, options = CONFIGS[name]
-            config = getattr(transformers, kind)(**SIZES, **options)
+            config = getattr(transformers, kind)(**{**SIZES, **options})
             torch.manual_seed(0)
             model = transformers.AutoModelForCausalLM.from_config(config).eval()
             for parameter in model.parameters():
@@ -101,30 +104,52 @@ def generate(model, batch, **options):
         result = model.generate(
             input_ids=batch.input_ids,
             attention_mask=batch.attention_mask,
-            max_new_tokens=NEW,
-            min_new_tokens=NEW,
             do_sample=False,
             output_logits=True,
             return_dict_in_generate=True,
-            **options,
+            **{"max_new_tokens": NEW, "min_new_tokens": NEW, **options},
         )
     return result.sequences, torch.stack(result.logits)
 
 
 def assert_same(got, wanted):
     assert torch.equal(got[0], wanted[0])
-    torch.testing.assert_close(got[1], wanted[1], atol=1e-4, rtol=0)
+    torch.testing.assert_close(got[1], wanted[1], atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize(
-    "cache",
-    [{}, {"cache_implementation": "static", "disable_compile": True}, {"use_cache": False}],
-    ids=["dynamic", "static", "none"],
-)
+STATIC = {"cache_implementation": "static", "disable_compile": True}
+RUNS = {  # whether the prompts are padded on the left, how eager runs, and how we do
+    "padded": (True, {}, {}),
+    "dynamic": (False, {}, {}),
+    "static": (False, {}, STATIC),
+    "no cache": (False, {}, {"use_cache": False}),
+    "beams": (True, {"num_beams": 2}, {"num_beams": 2}),
+    "padded static": (True, {}, STATIC),
+}
+
+
+@pytest.fixture(scope="module")
+def eager(build):
+    """What a model generates through its own attention."""
+    found = {}
+
+    def run(name, batch, padded, options):
+        key = (name, padded, *options.items())
+        if key not in found:
+            found[key] = generate(build(name), batch, **options)
+        return found[key]
+
+    return run
+
+
+@pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_generate_equals_eager(build, batch, name, cache):
-    wanted = generate(build(name), batch)
-    assert_same(generate(build(name, "flexdecode"), batch, **cache), wanted)
+def test_generate_equals_eager(build, eager, batch, name, run):
+    padded, options, ours = RUNS[run]
+    if not padded:
+        batch = Batch(batch.input_ids[:1], batch.attention_mask[:1])
+    wanted = eager(name, batch, padded, options)
+    assert_same(generate(build(name, "flexdecode"), batch, **ours), wanted)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
@@ -149,12 +174,63 @@ def test_triton_backend_equals_eager(build, batch, name, device):
 
     wanted = logits(build(name))
     register(backend="triton", block_size=16)
-    torch.testing.assert_close(logits(build(name, "flexdecode")), wanted, atol=1e-4, rtol=0)
+    torch.testing.assert_close(logits(build(name, "flexdecode")), wanted, atol=2e-5, rtol=0)
 
 
-def test_beam_search_equals_eager(build, batch):
-    wanted = generate(build("mistral"), batch, num_beams=2)
-    assert_same(generate(build("mistral", "flexdecode"), batch, num_beams=2), wanted)
+def test_assisted_generation_equals_eager(build, batch, monkeypatch):
+    """Several draft tokens are verified at once, and wrong ones are cut off the cache."""
+    alone = Batch(batch.input_ids[:1], batch.attention_mask[:1])
+    wanted = generate(build("qwen2"), alone)
+    rows = []
+    original = integration.attention
+    monkeypatch.setattr(
+        integration, "attention", lambda q, *a, **k: rows.append(q.shape[2]) or original(q, *a, **k)
+    )
+    assistant = build("llama", "flexdecode")
+    got = generate(build("qwen2", "flexdecode"), alone, assistant_model=assistant)
+    assert_same(got, wanted)
+    assert {1, PROMPT} < set(rows)
+
+
+def test_chunked_attention_equals_eager(batch):
+    config = transformers.Llama4TextConfig(
+        **SIZES,
+        head_dim=8,
+        attention_chunk_size=8,
+        no_rope_layers=[1, 0],
+        num_local_experts=2,
+        intermediate_size_mlp=64,
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    wanted = generate(model, batch)
+    model.set_attn_implementation("flexdecode")
+    assert_same(generate(model, batch), wanted)
+
+
+def test_padding_rows_are_finite(build, batch):
+    """Rows of padding may attend to nothing at all: zeros, never NaN."""
+    with torch.no_grad():
+        logits = build("gpt_oss", "flexdecode")(
+            batch.input_ids, attention_mask=batch.attention_mask
+        ).logits
+    assert torch.isfinite(logits).all()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_bfloat16_is_as_exact_as_eager(build, batch, name):
+    """Teacher-forced errors against float32: what rounds in between is kept in float32."""
+
+    def logits(model):
+        with torch.no_grad():
+            out = model(batch.input_ids, attention_mask=batch.attention_mask).logits.float()
+        return out[batch.attention_mask.bool()]
+
+    exact = logits(build(name))
+    rounded = copy.deepcopy(build(name)).to(torch.bfloat16)
+    eager_error = (logits(rounded) - exact).square().mean().sqrt()
+    rounded.set_attn_implementation("flexdecode")
+    assert (logits(rounded) - exact).square().mean().sqrt() <= 1.2 * eager_error
 
 
 # The name until transformers 5.40; its successor is unknown to the first releases of 5.
@@ -179,20 +255,64 @@ def test_chunks_on_a_static_cache_equal_eager(build, batch, name, padded):
     wanted = run(model, transformers.DynamicCache(config=model.config))
     model = build(name, "flexdecode")
     got = run(model, transformers.StaticCache(config=model.config, max_cache_len=20))
-    torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0)
+    torch.testing.assert_close(got, wanted, atol=2e-5, rtol=0)
 
 
-def test_compiled_generate_equals_eager(build, batch):
-    wanted = generate(build("qwen2"), batch)
-    compile_config = transformers.CompileConfig(backend="eager")
+@pytest.fixture
+def graphs():
+    """Count what torch.compile does."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield torch._dynamo.utils.counters
+    torch._dynamo.reset()
+
+
+def generate_compiled(model, batch, **options):
+    compile_config = transformers.CompileConfig(backend="eager", mode=None, fullgraph=True)
     compile_config._compile_all_devices = True  # generate() compiles on a GPU only
-    got = generate(
-        build("qwen2", "flexdecode"),
-        batch,
-        cache_implementation="static",
-        compile_config=compile_config,
+    return generate(
+        model, batch, cache_implementation="static", compile_config=compile_config, **options
     )
-    assert_same(got, wanted)
+
+
+def test_compiled_generate_equals_eager(build, eager, batch, graphs):
+    """No graph breaks; a second graph for caches that slide, whose counters are numbers."""
+    got = generate_compiled(build("gemma2", "flexdecode"), batch)
+    assert_same(got, eager("gemma2", batch, True, {}))
+    assert graphs["stats"]["unique_graphs"] <= 2
+    assert not graphs["graph_break"]
+
+
+def test_300_tokens_of_generate_compile_once(build, batch, graphs):
+    length = {"max_new_tokens": 300, "min_new_tokens": 300}
+    sequences, logits = generate_compiled(build("llama", "flexdecode"), batch, **length)
+    assert graphs["stats"]["unique_graphs"] == 1
+    mask = torch.nn.functional.pad(batch.attention_mask, (0, 300), value=1)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():  # all tokens at once, which gives the same
+        wanted = build("llama")(sequences, attention_mask=mask, position_ids=positions).logits
+    wanted = wanted[:, PROMPT - 1 : -1].transpose(0, 1)
+    torch.testing.assert_close(logits, wanted, atol=2e-5, rtol=0)
+    assert torch.equal(sequences[:, PROMPT:], wanted.argmax(-1).t())
+
+
+# The name until transformers 5.40; its successor is unknown to the first releases of 5.
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
+def test_a_compiled_model_that_makes_its_masks(build, graphs):
+    """Making them is the only reason for graphs to break; nothing compiles after two tokens."""
+    model = build("llama", "flexdecode")
+    compiled = torch.compile(model.forward, backend="eager")
+    caches = [transformers.StaticCache(config=model.config, max_cache_len=40) for _ in range(2)]
+    tokens = torch.randint(2, SIZES["vocab_size"], (20, 2, 1))
+    counts = []
+    with torch.no_grad():
+        for token in tokens:
+            got = compiled(token, past_key_values=caches[0]).logits
+            counts.append(graphs["stats"]["unique_graphs"])
+        wanted = model(tokens[..., 0].t(), past_key_values=caches[1]).logits[:, -1:]
+    torch.testing.assert_close(got, wanted, atol=2e-5, rtol=0)
+    assert counts[-1] == counts[1]
+    assert all("the mask is made outside" in reason for reason in graphs["graph_break"])
 
 
 @pytest.mark.parametrize(("name", "kinds"), [("llama", 1), ("mistral", 1), ("qwen2", 2)])
@@ -238,7 +358,7 @@ def test_own_matrix_equals_eager(build, batch, kind, heads, rows):
     with torch.no_grad():
         wanted = build("llama")(batch.input_ids, attention_mask=bias).logits
         got = build("llama", "flexdecode")(batch.input_ids, attention_mask=mask).logits
-    torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0)
+    torch.testing.assert_close(got, wanted, atol=2e-5, rtol=0)
 
 
 def test_own_float_matrix_is_added_after_the_softcap(build, batch):
@@ -251,7 +371,7 @@ def test_own_float_matrix_is_added_after_the_softcap(build, batch):
     with torch.no_grad():
         wanted = build("gemma2")(batch.input_ids, attention_mask=mask).logits
         got = build("gemma2", "flexdecode")(batch.input_ids, attention_mask=mask).logits
-    torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0)
+    torch.testing.assert_close(got, wanted, atol=2e-5, rtol=0)
 
 
 def test_restrict_counts_from_the_first_token(build, batch):
@@ -269,7 +389,7 @@ def test_restrict_counts_from_the_first_token(build, batch):
             alone = Batch(batch.input_ids[row, real][None], batch.attention_mask[row, real][None])
             tokens, logits = generate(model, alone)
             assert torch.equal(tokens[0, -NEW:], together[0][row, -NEW:])
-            torch.testing.assert_close(logits[:, 0], together[1][:, row], atol=1e-4, rtol=0)
+            torch.testing.assert_close(logits[:, 0], together[1][:, row], atol=2e-5, rtol=0)
     assert (free[1] - together[1]).abs().max() > 0.1
     assert_same(generate(model, batch), free)
 
@@ -288,7 +408,7 @@ def test_restrict_equals_eager_with_the_same_matrix(build, batch):
         model = build("llama", "flexdecode")
         with restrict(rule), restrict(lambda b, h, q_idx, kv_idx: q_idx - kv_idx < 7):
             got = model(batch.input_ids).logits
-    torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0)
+    torch.testing.assert_close(got, wanted, atol=2e-5, rtol=0)
 
 
 def test_settings_reach_attention(build, batch, monkeypatch):
@@ -343,3 +463,20 @@ def test_model_mask_looks_like_four_dimensions():
     assert create_mask(2, 3, 7, attention_mask=mask) is mask
     with pytest.raises(TypeError, match="not sliced"):
         mask[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_generate_on_a_gpu_replays_graphs(build, eager, batch, graphs, name):
+    """generate() compiles a static cache's model by itself, with CUDA graphs."""
+    wanted = eager(name, batch, True, {})
+    model = build(name, "flexdecode").to("cuda")
+    there = Batch(batch.input_ids.cuda(), batch.attention_mask.cuda())
+    for _ in range(2):
+        before = compile_count()
+        sequences, logits = generate(model, there, cache_implementation="static")
+        torch.testing.assert_close(logits.cpu(), wanted[1], atol=1e-3, rtol=0)
+        assert torch.equal(sequences.cpu(), wanted[0])
+    model.to("cpu")
+    assert compile_count() == before
+    assert graphs["inductor"]["cudagraph_skips"] == 0

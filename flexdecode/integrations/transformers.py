@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -80,12 +81,14 @@ def register(
             "its own back ends"
         )
 
-    # generate() compiles the model for a static cache; tracing a mod is ours, not dynamo's.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         return attention_forward(*args, **kwargs, backend=backend, kernel_options=kernel_options)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    # generate() makes the mask of a static cache before it calls the compiled model. Where a model
+    # that is compiled makes it by itself, the graph breaks here, once for each kind of layer.
+    @torch.compiler.disable(  # type: ignore[no-untyped-call, untyped-decorator]
+        reason="the mask is made outside of the graph; pass it in, or let generate() make it"
+    )
     def mask(*args: Any, **kwargs: Any) -> ModelMask:
         return create_mask(*args, **kwargs, block_size=block_size)
 
@@ -209,7 +212,7 @@ def create_mask(
         heads = 1 if config is None else config.get_text_config().num_attention_heads
     rule: MaskFunction = and_masks(*rules)
     if not (isinstance(kv_offset, int) and kv_offset == 0):
-        rule = _shift_keys(rule, kv_offset)
+        rule = _shift_keys(rule, _own(kv_offset, device))
     block_mask = create_block_mask(
         rule,
         batch_size,
@@ -218,7 +221,7 @@ def create_mask(
         kv_length,
         device=device,
         BLOCK_SIZE=block_size,
-        q_offset=q_offset,  # copied, for a static cache counts in place
+        q_offset=_own(q_offset, device),
     )
     return ModelMask(block_mask, (batch_size, heads, q_length, kv_length))
 
@@ -291,17 +294,22 @@ def attention_forward(
             "attention_mask: expected a mask in a causal layer, got None (continuous batching is "
             "not supported; register() installs the mask function)"
         )
-    score_mod = None if softcap is None else _softcap(softcap)
+    # Rules are partials of functions and not closures, so that a compiled model can hold them.
+    score_mod: ScoreMod | None = None if softcap is None else functools.partial(_capped, softcap)
     block_mask: BlockMask | None = None
     q_offset: int | None = None
     if isinstance(attention_mask, ModelMask):
         block_mask = attention_mask.block_mask  # owns its offset
     elif isinstance(attention_mask, Tensor):
         q_offset = 0  # a given matrix is indexed by row
-        if attention_mask.dtype == torch.bool:
-            block_mask = create_block_mask(_element(attention_mask))
+        matrix = attention_mask[..., : key.shape[2]]
+        if matrix.dtype == torch.bool:
+            block_mask = create_block_mask(_element(matrix))
+        elif softcap is not None:
+            whole = matrix.expand(query.shape[0], query.shape[1], -1, -1)
+            score_mod = functools.partial(_capped_and_added, softcap, whole)
         else:
-            score_mod = _add_matrix(attention_mask, score_mod)
+            position_bias = matrix if position_bias is None else position_bias + matrix
     out = attention(
         query,
         key,
@@ -317,6 +325,18 @@ def attention_forward(
     )
     assert isinstance(out, Tensor)  # no auxiliary outputs were asked for
     return out.transpose(1, 2).contiguous(), None
+
+
+def _own(position: int | Tensor, device: torch.device | str) -> int | Tensor:
+    """Make a position constant: a static cache counts in place.
+
+    On a GPU numbers become tensors, which a graph takes in without being recorded again.
+    """
+    if isinstance(position, Tensor):
+        return position.clone()
+    if torch.device(device).type == "cpu":
+        return position
+    return torch.full((), position, dtype=torch.int64, device=device)
 
 
 def _padding_rule(real: Tensor, columns: int) -> MaskFunction:
@@ -339,45 +359,45 @@ def _from_first_token(rule: MaskFunction, real: Tensor) -> MaskFunction:
 
 
 def _shift_keys(rule: MaskFunction, kv_offset: int | Tensor) -> MaskFunction:
-    if isinstance(kv_offset, Tensor):
-        kv_offset = kv_offset.clone()
-
     def shifted(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return rule(b, h, q_idx, kv_idx + kv_offset)
 
     return shifted
 
 
-def _softcap(cap: float) -> ScoreMod:
-    def softcap(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return cap * torch.tanh(score / cap)
-
-    return softcap
+def _capped(cap: float, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return cap * torch.tanh(score / cap)
 
 
-def _add_matrix(matrix: Tensor, inner: ScoreMod | None) -> ScoreMod:
-    element = _element(matrix)
-
-    def add_matrix(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return score + element(b, h, q_idx, kv_idx)
-
-    def add_matrix_after(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        assert inner is not None
-        return inner(score, b, h, q_idx, kv_idx) + element(b, h, q_idx, kv_idx)
-
-    return add_matrix if inner is None else add_matrix_after
+def _capped_and_added(
+    cap: float, matrix: Tensor, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any
+) -> Any:
+    return cap * torch.tanh(score / cap) + matrix[b, h, q_idx, kv_idx]
 
 
 def _element(matrix: Tensor) -> MaskFunction:
     """Read ``matrix [B or 1, H or 1, Lq, Lkv]``, where a size of 1 stands for all."""
     B, H = matrix.shape[:2]
     if B == 1 and H == 1:
-        plane = matrix[0, 0]
-        return lambda b, h, q_idx, kv_idx: plane[q_idx, kv_idx]
+        return functools.partial(_in_plane, matrix[0, 0])
     if H == 1:
-        rows = matrix[:, 0]
-        return lambda b, h, q_idx, kv_idx: rows[b, q_idx, kv_idx]
+        return functools.partial(_in_rows, matrix[:, 0])
     if B == 1:
-        heads = matrix[0]
-        return lambda b, h, q_idx, kv_idx: heads[h, q_idx, kv_idx]
-    return lambda b, h, q_idx, kv_idx: matrix[b, h, q_idx, kv_idx]
+        return functools.partial(_in_heads, matrix[0])
+    return functools.partial(_in_all, matrix)
+
+
+def _in_plane(allowed: Tensor, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return allowed[q_idx, kv_idx]
+
+
+def _in_rows(allowed: Tensor, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return allowed[b, q_idx, kv_idx]
+
+
+def _in_heads(allowed: Tensor, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return allowed[h, q_idx, kv_idx]
+
+
+def _in_all(allowed: Tensor, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return allowed[b, h, q_idx, kv_idx]
