@@ -102,6 +102,7 @@ def attend(
     BLOCK_N: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WHOLE_PAGES: tl.constexpr,  # no unit crosses into another page
+    LIKE_K: tl.constexpr,  # pages of v have the strides of those of k
 ):
     """Attend to the units [first, last) of one list: partial blocks ask the mask, full ones don't.
 
@@ -110,6 +111,9 @@ def attend(
     m_i, l_i, acc = carry
     SUBS: tl.constexpr = (KV_BLOCK + BLOCK_N - 1) // BLOCK_N
     PADDED: tl.constexpr = KV_BLOCK % BLOCK_N != 0
+    ALIGNED: tl.constexpr = (
+        PAGE_SIZE > 0 and BLOCK_N % PAGE_SIZE == 0 and not PADDED and pages[1] is None
+    )
     offs_n = tl.arange(0, BLOCK_N)
     k_rows = offs_n.to(tl.int64) * stride_kn  # [BLOCK_N]
     v_rows = offs_n.to(tl.int64) * stride_vn  # [BLOCK_N]
@@ -150,11 +154,21 @@ def attend(
             length = tl.where(unit + 1 < last, kv_len, 0)
             next_pages = find_pages(pages, next_start, offs_n, length, PAGE_SIZE, WHOLE_PAGES)
             k_start, k_rows = page_rows(
-                page, pages, start_n, offs_n, stride_kb, stride_kn, PAGE_SIZE, WHOLE_PAGES
+                page, pages, start_n, offs_n, stride_kb, stride_kn, PAGE_SIZE, WHOLE_PAGES, ALIGNED
             )
-            v_start, v_rows = page_rows(
-                page, pages, start_n, offs_n, stride_vb, stride_vn, PAGE_SIZE, WHOLE_PAGES
-            )
+            v_start, v_rows = k_start, k_rows
+            if not LIKE_K:
+                v_start, v_rows = page_rows(
+                    page,
+                    pages,
+                    start_n,
+                    offs_n,
+                    stride_vb,
+                    stride_vn,
+                    PAGE_SIZE,
+                    WHOLE_PAGES,
+                    ALIGNED,
+                )
         kv_idx = (start_n + offs_n)[None, :]  # [1, BLOCK_N]
         lane = real[:, None]
         present = None
@@ -307,6 +321,7 @@ def _decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PAGE_SIZE: tl.constexpr,  # or 0
+    LIKE_K: tl.constexpr,  # pages of v have the strides of those of k
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -396,7 +411,10 @@ def _decode_kernel(
     stride_vn = stride_vn * ALIGN
     pages = None
     if PAGE_SIZE > 0:
-        pages = (page_table_ptr + b64 * stride_pb, load_kv_start(lengths, b64))
+        if kv_start_ptr is None:
+            pages = (page_table_ptr + b64 * stride_pb, kv_start_ptr)
+        else:
+            pages = (page_table_ptr + b64 * stride_pb, load_kv_start(lengths, b64))
     else:
         k_ptr += b64 * stride_kb
         v_ptr += b64 * stride_vb
@@ -488,6 +506,7 @@ def _decode_kernel(
             BLOCK_N=BLOCK_N,
             PAGE_SIZE=PAGE_SIZE,
             WHOLE_PAGES=WHOLE_PAGES,
+            LIKE_K=LIKE_K,
         )
     carry = attend(
         carry,
@@ -532,6 +551,7 @@ def _decode_kernel(
         BLOCK_N=BLOCK_N,
         PAGE_SIZE=PAGE_SIZE,
         WHOLE_PAGES=WHOLE_PAGES,
+        LIKE_K=LIKE_K,
     )
     m_i, l_i, acc = carry
     l_i = tl.sum(l_i, 1)  # [BLOCK_M]

@@ -150,6 +150,7 @@ def make_plan(call: DecodeCall, config: DecodeConfig) -> Plan:
             "BLOCK_M": config.BLOCK_M,
             "BLOCK_N": config.BLOCK_N,
             "PAGE_SIZE": call.page_size,
+            "LIKE_K": call.page_size > 0 and (outer_k[0], outer_k[2]) == (outer_v[0], outer_v[2]),
             "PDL": config.pdl,
         },
         {"num_warps": config.num_warps, "num_stages": config.num_stages},

@@ -18,7 +18,7 @@ import triton.language as tl
 
 @triton.jit
 def find_pages(
-    pages,  # (this sequence's page numbers, its first slot, int64)
+    pages,  # (this sequence's page numbers, its first slot or None)
     start_n,  # first key of the unit
     offs_n,  # [BLOCK_N]
     kv_len,  # entries of keys from here on are never read
@@ -29,8 +29,11 @@ def find_pages(
     if WHOLE_PAGES:
         return tl.load(pages[0] + start_n // PAGE_SIZE, mask=start_n < kv_len, other=0)
     else:
-        slots = pages[1] + start_n + offs_n
-        return tl.load(pages[0] + slots // PAGE_SIZE, mask=start_n + offs_n < kv_len, other=0)
+        keys = start_n + offs_n
+        slots = keys
+        if pages[1] is not None:
+            slots = pages[1] + keys
+        return tl.load(pages[0] + slots // PAGE_SIZE, mask=keys < kv_len, other=0)
 
 
 @triton.jit
@@ -43,11 +46,19 @@ def page_rows(
     stride_n,
     PAGE_SIZE: tl.constexpr,
     WHOLE_PAGES: tl.constexpr,
+    ALIGNED: tl.constexpr,  # every unit begins with a page
 ):
     """Where the keys of a unit are: an offset for all, and [BLOCK_N] from there; int64."""
     if WHOLE_PAGES:
         start = page.to(tl.int64) * stride_b + (start_n % PAGE_SIZE).to(tl.int64) * stride_n
         return start, offs_n.to(tl.int64) * stride_n
     else:
-        slots = pages[1] + start_n + offs_n
-        return start_n.to(tl.int64) * 0, page.to(tl.int64) * stride_b + slots % PAGE_SIZE * stride_n
+        if ALIGNED:
+            within = offs_n % PAGE_SIZE  # the same in every step
+        elif pages[1] is None:
+            within = (start_n + offs_n) % PAGE_SIZE
+        else:
+            within = (pages[1] + start_n + offs_n) % PAGE_SIZE
+        return start_n.to(tl.int64) * 0, page.to(tl.int64) * stride_b + within.to(
+            tl.int64
+        ) * stride_n

@@ -50,11 +50,8 @@ def load_kv_len(
 
 @triton.jit
 def load_kv_start(lengths, b):
-    """First slot of sequence b, int64."""
-    if lengths[3] is not None:
-        return tl.load(lengths[3] + b * lengths[4]).to(tl.int64)
-    else:
-        return b * 0
+    """First slot of sequence b, int64, where there are starts."""
+    return tl.load(lengths[3] + b * lengths[4]).to(tl.int64)
 
 
 @triton.jit
