@@ -219,6 +219,31 @@ def merges():
         yield f"{title}, backward", partial(run, stacked=stacked)
 
 
+def tables():
+    """Block tables by intervals and by elements, of a mask that reads a tensor."""
+    from flexdecode.device_tables import build_device_tables, unite_heads
+    from flexdecode.tables import Extent
+    from flexdecode.trace import trace
+
+    documents = torch.empty(65536, dtype=torch.int64)
+
+    def rule(b, h, q_idx, kv_idx):
+        near = (q_idx >= kv_idx) & (q_idx - kv_idx < 4096 * (h + 1))
+        return near & (documents[q_idx] == documents[kv_idx])
+
+    mask = trace(rule, "mask")
+    long = Extent(1, 4, 65536, 65536, 65536, 0, (128, 128), torch.device("cpu")).for_kernels(mask)
+    step = replace(long, Lq=1, kv_len=torch.empty(1, dtype=torch.int32), q_offset=None)
+
+    def update():
+        built = build_device_tables(mask, long)
+        unite_heads(built, 2)
+        build_device_tables(mask, long, built)
+
+    yield "intervals", update
+    yield "elements", lambda: build_device_tables(mask, step)
+
+
 def resources(compiled):
     """Registers and local memory (spills), in bytes a thread, of a CUDA binary."""
     tools = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -236,7 +261,7 @@ def compile_variants(name):
     target, device = TARGETS[name]
     variants = EVERYWHERE | (ON_ONE_TARGET if name == "cuda:90" else {})
     calls = [(t, lambda v=v: decode(*make_call(v, device))) for t, v in variants.items()]
-    for title, launch in (*calls, *merges()):
+    for title, launch in (*calls, *merges(), *tables()):
 
         def act(kernel, source, options, key, title=title):
             compiled = triton.compile(source, target=target, options=options)

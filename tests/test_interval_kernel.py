@@ -22,6 +22,7 @@ from flexdecode.block_states import Extent
 from flexdecode.codegen import lower
 from flexdecode.evaluate import evaluate
 from flexdecode.interval_codegen import lower_intervals, print_intervals
+from flexdecode.packed import PackedQueries
 from flexdecode.tables import build_tables, table_states
 from flexdecode.trace import Traced, trace
 
@@ -31,6 +32,7 @@ pytestmark = pytest.mark.skipif(
     not (INTERPRETED or torch.cuda.is_available()), reason="needs a GPU or TRITON_INTERPRET=1"
 )
 UNKNOWN = 3
+EXAMPLES = 40 if INTERPRETED else 15  # a GPU compiles each
 
 
 def moved(mask: Traced) -> Traced:
@@ -195,6 +197,36 @@ def test_tables_by_intervals(always_intervals):
     tables = device_tables.build_device_tables(mask, an_extent().for_kernels(mask))
     cpu = dataclasses.replace(an_extent(), device=torch.device("cpu"))
     assert torch.equal(table_states(tables).cpu(), table_states(build_tables(mask, cpu)))
+
+
+def test_packed_queries_and_starts(always_intervals):
+    """Rows of blocks are tiles of sequences; a sequence has as many keys as its start leaves."""
+    cu = torch.tensor([0, 9, 9, 13], device=DEVICE)
+    lengths = torch.tensor([41, 7, 60], device=DEVICE)
+    mask = trace(lambda b, h, q, kv: (q >= kv) & (q - kv < 10 * (b + 1)), "mask")
+    what = Extent(
+        3,
+        1,
+        13,
+        48,
+        lengths,
+        None,
+        (8, 8),
+        DEVICE,
+        kv_start=torch.tensor([0, 0, 17], device=DEVICE),
+        packed=PackedQueries.of(cu, 13, 8),
+    )
+    tables = device_tables.build_device_tables(mask, what.for_kernels(mask))
+    states = table_states(tables).cpu()
+    allowed = torch.zeros(3, 16, 48, dtype=torch.bool)
+    for tile, (b, q_len, first, rows) in enumerate(((0, 9, 0, 8), (0, 9, 8, 1), (2, 4, 0, 4))):
+        kv_len = min(int(lengths[b]), 48 - (0, 0, 17)[b])
+        q, kv = torch.arange(first, first + rows)[:, None] + kv_len - q_len, torch.arange(48)
+        allowed[tile, :rows] = (q >= kv) & (q - kv < 10 * (b + 1)) & (kv < kv_len)
+        allowed[tile, rows:] = allowed[tile, :1]
+    blocks = allowed.view(3, 16, 6, 8)
+    assert torch.equal(states[0, 0, :3], (blocks.any(3).any(1).int() + blocks.all(3).all(1)).byte())
+    assert states.shape == (1, 1, 5, 6) and not states[0, 0, 3:].any()
 
 
 @pytest.mark.parametrize("strip", [1 << 20, 13])
