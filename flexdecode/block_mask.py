@@ -22,6 +22,7 @@ from flexdecode.mask_arguments import (
     is_same,
     position,
     shown,
+    token_count,
 )
 from flexdecode.mods import and_masks, not_mask, or_masks
 from flexdecode.tables import (
@@ -848,9 +849,12 @@ def create_block_mask(
     tensor([[[[1, 0, 0]]]], dtype=torch.int32)
     """
     if isinstance(mask_mod, BlockMask) or not callable(mask_mod):
+        remedy = ""
+        if isinstance(mask_mod, Tensor):
+            remedy = "; a function can index it: lambda b, h, q_idx, kv_idx: dense[q_idx, kv_idx]"
         raise TypeError(
             "mask_mod: expected a function (b, h, q_idx, kv_idx) -> bool, "
-            f"got {type(mask_mod).__name__}"
+            f"got {type(mask_mod).__name__}{remedy}"
         )
     if torch.compiler.is_compiling():
         from flexdecode.compiled import create_mask_in_graph
@@ -882,7 +886,7 @@ def create_block_mask(
         return BlockMask(mask_mod, block, "lazy", B, H, q_offset=offset)
     where = find_device(device, (kv_len, q_offset, *traced.captures))
     B, H = 1 if B is None else B, 1 if H is None else H
-    capacity = count("KV_LEN", KV_LEN)
+    capacity = token_count("KV_LEN", KV_LEN)
     length = position("kv_len", kv_len, B, where)
     if isinstance(length, int) and not 0 <= length <= capacity:
         raise ValueError(f"kv_len: expected a value in [0, KV_LEN = {capacity}], got {length}")
@@ -892,7 +896,7 @@ def create_block_mask(
         "sized" if q_offset is None else "fixed",
         B,
         H,
-        count("Q_LEN", Q_LEN),
+        token_count("Q_LEN", Q_LEN),
         capacity,
         length,
         position("q_offset", q_offset, B, where),

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from flexdecode.block_mask import BlockMask, ResolvedMask
 from flexdecode.checks import check_cu_seqlens, check_starts
-from flexdecode.mask_arguments import check_captures, count, find_device, is_same, shown
+from flexdecode.mask_arguments import (
+    check_captures,
+    count,
+    find_device,
+    is_same,
+    position,
+    shown,
+    token_count,
+)
 from flexdecode.packed import PackedQueries, tile_size
 from flexdecode.tables import Extent, Tables, build_into, build_tables
 from flexdecode.trace import trace
@@ -194,12 +202,12 @@ def bind_mask(
     given = (kv_len, q_offset, kv_start, page_table, cu_seqlens_q)
     where = find_device(device, (*given, *traced.captures))
     check_captures(traced, where)
-    batch, heads, q_len = count("batch", batch), count("heads", heads), count("q_len", q_len)
+    batch, heads, q_len = count("batch", batch), count("heads", heads), token_count("q_len", q_len)
     if kv_capacity is None:
         if isinstance(kv_len, Tensor):
             raise ValueError("kv_capacity: expected an int, since kv_len is a tensor; got None")
-        kv_capacity = count("kv_len", kv_len)
-    kv_capacity = count("kv_capacity", kv_capacity)
+        kv_capacity = token_count("kv_len", kv_len)
+    kv_capacity = token_count("kv_capacity", kv_capacity)
     if isinstance(kv_len, Tensor):
         _check_tensor("kv_len", kv_len, batch, where)
     else:
@@ -212,6 +220,8 @@ def bind_mask(
         q_offset = mask.q_offset
     if isinstance(q_offset, Tensor):
         _check_tensor("q_offset", q_offset, batch, where)
+    else:
+        position("q_offset", q_offset, batch, where)
     if kv_start is not None:
         if not isinstance(kv_start, Tensor):
             raise TypeError(f"kv_start: expected a Tensor, got {type(kv_start).__name__}")
@@ -275,7 +285,7 @@ def _extent(bound: BoundMask, device: torch.device) -> Extent:
 
 
 def _checked_length(kv_len: int, capacity: int | None) -> int:
-    kv_len = count("kv_len", kv_len)
+    kv_len = token_count("kv_len", kv_len)
     if capacity is not None and kv_len > capacity:
         raise ValueError(f"kv_len: expected at most kv_capacity = {capacity}, got {kv_len}")
     return kv_len

@@ -20,6 +20,7 @@ __all__ = ["build_compact_device_tables", "build_device_tables", "unite_heads"]
 
 _MANY_ELEMENTS = 1 << 24  # fewer are evaluated in no more time than intervals take
 _TALL_BLOCK = 8  # query rows from which on a block's corners are few beside its elements
+_MOST_KEYS = 8192  # of a block: a program holds the mask of one query row over it
 _STRIP_STATES = 1 << 26  # block states held at a time while compact lists are made
 
 
@@ -190,7 +191,19 @@ def _decide(mask: Traced, extent: Extent, state: torch.Tensor, first_row: int) -
 
 
 def _positions(extent: Extent) -> dict[str, Any]:
-    """Sizes, lengths and positions, as the launchers take them."""
+    """Sizes, lengths and positions, as the launchers take them.
+
+    Raises
+    ------
+    ValueError
+        A block is wider than a program can hold.
+    """
+    keys = extent.BLOCK_SIZE[1]
+    if keys > _MOST_KEYS:
+        raise ValueError(
+            f"BLOCK_SIZE: expected at most {_MOST_KEYS} keys a block in kernels, got {keys}; "
+            "smaller blocks skip more as well"
+        )
     return {
         "kv_len": extent.kv_len,
         "q_offset": extent.q_offset,

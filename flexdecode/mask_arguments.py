@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexdecode.checks import MAX_POSITION
 from flexdecode.trace import Traced
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "is_same",
     "position",
     "shown",
+    "token_count",
 ]
 
 
@@ -56,7 +58,7 @@ def block_size(value: Any) -> tuple[int, int]:
     pair = value if isinstance(value, (tuple, list)) else (value, value)
     if len(pair) != 2:
         raise ValueError(f"BLOCK_SIZE: expected an int or (q, kv), got {value!r}")
-    q, kv = (count("BLOCK_SIZE", size) for size in pair)
+    q, kv = (token_count("BLOCK_SIZE", size) for size in pair)
     if q < 1 or kv < 1:
         raise ValueError(f"BLOCK_SIZE: expected sizes of at least 1, got {value!r}")
     return q, kv
@@ -72,6 +74,14 @@ def count(name: str, value: Any) -> int:
     return size
 
 
+def token_count(name: str, value: Any) -> int:
+    """A number of tokens: an int from 0 to the most that positions may be."""
+    tokens = count(name, value)
+    if tokens > MAX_POSITION:
+        raise ValueError(f"{name}: expected at most 2**30 tokens, got {tokens}")
+    return tokens
+
+
 def position(
     name: str, value: Any, B: int | None, device: torch.device | None
 ) -> int | Tensor | None:
@@ -83,6 +93,8 @@ def position(
             raise TypeError(
                 f"{name}: expected an int or an integer tensor, got {type(value).__name__}"
             )
+        if not -MAX_POSITION <= value <= MAX_POSITION:
+            raise ValueError(f"{name}: expected a value in [-2**30, 2**30], got {value}")
         return int(value)
     if value.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name}: expected an int32 or int64 tensor, got {value.dtype}")
@@ -103,10 +115,7 @@ def find_device(device: Any, values: tuple[Any, ...]) -> torch.device:
     A number on the CPU (a 0-dim tensor) says nothing about where the rest is.
     """
     if device is not None:
-        found = torch.device(device)
-        if found.type == "cuda" and found.index is None:
-            found = torch.device("cuda", torch.cuda.current_device())
-        return found
+        return _checked_device(device)
     for value in values:
         if isinstance(value, Tensor) and (value.dim() or value.device.type != "cpu"):
             return value.device
@@ -114,6 +123,24 @@ def find_device(device: Any, values: tuple[Any, ...]) -> torch.device:
     if accelerator is None:
         return torch.device("cpu")
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def _checked_device(device: Any) -> torch.device:
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(
+            f"device: expected a torch.device or its name, like 'cpu' or 'cuda', got {device!r}"
+        ) from None
+    if found.type != "cuda":
+        return found
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        raise ValueError(f"device: expected 'cpu' where torch finds no GPU, got {device!r}")
+    index = torch.cuda.current_device() if found.index is None else found.index
+    if index >= count:
+        raise ValueError(f"device: expected one of {count} GPUs, 'cuda:0' on, got {device!r}")
+    return torch.device("cuda", index)
 
 
 def check_captures(mod: Traced, device: torch.device) -> None:

@@ -354,6 +354,59 @@ def test_create_block_mask_says_what_is_wrong():
         create_block_mask(causal, 2, Q_LEN=1, KV_LEN=300, q_offset=offset, device="cpu")
 
 
+def test_create_block_mask_names_the_remedy():
+    sizes = {"Q_LEN": 5, "KV_LEN": 300, "device": "cpu"}
+    for changed, message in (
+        ({"Q_LEN": -5}, "Q_LEN: expected a size of at least 0, got -5"),
+        ({"KV_LEN": 1 << 31}, r"KV_LEN: expected at most 2\*\*30 tokens, got 2147483648"),
+        ({"KV_LEN": 300.0}, "KV_LEN: expected an int, got float"),
+        ({"BLOCK_SIZE": 0}, "BLOCK_SIZE: expected sizes of at least 1, got 0"),
+        ({"BLOCK_SIZE": (128, -1)}, "BLOCK_SIZE: expected a size of at least 0, got -1"),
+        ({"BLOCK_SIZE": 64.0}, "BLOCK_SIZE: expected an int, got float"),
+        ({"BLOCK_SIZE": (1, 2, 3)}, r"BLOCK_SIZE: expected an int or \(q, kv\)"),
+        ({"BLOCK_SIZE": 1 << 40}, r"BLOCK_SIZE: expected at most 2\*\*30 tokens"),
+        ({"device": "tpu"}, "device: expected a torch.device or its name, like 'cpu' or 'cuda'"),
+        ({"device": 3.5}, "device: expected a torch.device or its name, .*got 3.5"),
+        ({"device": "cuda:99"}, "device: expected .*got 'cuda:99'"),
+        ({"q_offset": 1 << 40}, r"q_offset: expected a value in \[-2\*\*30, 2\*\*30\]"),
+        ({"q_offset": 0.5}, "q_offset: expected an int or an integer tensor, got float"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message) as raised:
+            create_block_mask(causal, **(sizes | changed))
+        assert "\n" not in str(raised.value)
+    for rule, message in (
+        (lambda b, h, q, k: (q - k).float(), "returned float32, expected bool .*: compare, or use"),
+        (lambda b, h, q, k: q - k, "returned int64, expected bool"),
+        (lambda b, h, q, k: LENGTHS > 3, r"returned a tensor of shape \[4\].*: index captured"),
+        (lambda b, h, q, k: None, "returned NoneType, expected mask_mod"),
+        (lambda b, h, q, k: k < LENGTHS[b].item(), r"\.item\(\).*: use it as it is"),
+        (lambda q, k: q >= k, r"expected mask_mod\(b, h, q_idx, kv_idx\) -> bool, got"),
+        (torch.ones(3, 3), r"got Tensor; a function can index it: lambda .*dense\[q_idx, kv_idx\]"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            create_block_mask(rule, **sizes)
+
+
+def test_bind_names_the_remedy():
+    sizes = {"batch": 2, "heads": 4, "q_len": 1, "kv_len": 5, "kv_capacity": 10}
+    for changed, message in (
+        *(({name: -1}, f"{name}: expected a size of at least 0, got -1") for name in sizes),
+        *(({name: 1.5}, f"{name}: expected an int, got float") for name in sizes),
+        ({"kv_len": 11}, "kv_len: expected at most kv_capacity = 10, got 11"),
+        ({"kv_capacity": 1 << 31}, r"kv_capacity: expected at most 2\*\*30 tokens"),
+        ({"device": "tpu"}, "device: expected a torch.device or its name"),
+        ({"q_offset": 0.5}, "q_offset: expected an int or an integer tensor, got float"),
+        ({"kv_len": torch.tensor([1.0, 2.0])}, "kv_len: expected an int32 or int64 tensor"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message) as raised:
+            create_block_mask(causal).bind(**({"device": "cpu"} | sizes | changed))
+        assert "\n" not in str(raised.value)
+    bound = create_block_mask(causal).bind(**sizes, device="cpu")
+    for value in (11, -1, 1.5, torch.tensor(3)):
+        with pytest.raises((ValueError, TypeError), match="kv_len: expected"):
+            bound.update(value)
+
+
 def test_masks_have_no_truth_value():
     mask = create_block_mask(causal)
     with pytest.raises(TypeError, match="combine masks with"):

@@ -242,6 +242,14 @@ def test_compact_tables_on_the_device(monkeypatch, strip):
         assert torch.equal(got.cpu(), wanted)
 
 
+def test_blocks_wider_than_a_program_are_refused():
+    mask = trace(window_by_head, "mask")
+    what = Extent(1, 1, 8, 20000, 20000, 0, (8, 10000), DEVICE).for_kernels(mask)
+    for build in (device_tables.build_device_tables, device_tables.build_compact_device_tables):
+        with pytest.raises(ValueError, match="BLOCK_SIZE: expected at most 8192 keys"):
+            build(mask, what)
+
+
 def test_compact_tables_of_nothing():
     mask = trace(window_by_head, "mask")
     for Lq, Lkv in ((0, 48), (20, 0)):
