@@ -1,4 +1,7 @@
-"""Run masks_gallery.ipynb and store its pictures in it, with few colors: ``make gallery``."""
+"""Run masks_gallery.ipynb and store its pictures in it, with few colors: ``make gallery``.
+
+The overview goes to ``_static/masks.png`` as well.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +39,9 @@ def main() -> int:
             data = output.get("data", {})
             if "image/png" in data:
                 data["image/png"] = few_colors(data["image/png"])
+                if "overview" in cell.metadata.get("tags", ()):
+                    overview = base64.b64decode(data["image/png"])
+                    (path.parent / "_static" / "masks.png").write_bytes(overview)
     notebook.metadata["language_info"] = {"name": "python"}
     nbformat.write(notebook, path)
     print(f"{path.name}: {seconds:.0f} s, {path.stat().st_size / 2**20:.1f} MiB")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("[!_]*.md"))]
 FENCE = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:|mailto:|#)(?P<target>[^)#\s]+)")
 
@@ -73,6 +73,16 @@ def test_links_lead_to_files(page: Path) -> None:
     assert not missing
 
 
+def test_every_page_is_in_the_table_of_contents() -> None:
+    docs = ROOT / "docs"
+    trees = [b for b in blocks((docs / "index.md").read_text()) if b.language == "{toctree}"]
+    lines = [line for tree in trees for line in tree.code.splitlines()]
+    listed = {line for line in lines if line and not line.startswith(":")}
+    pages = {page.relative_to(docs).with_suffix("").as_posix() for page in PAGES[1:]}
+    assert pages - {"index"} <= listed
+    assert not {name for name in listed if not list(docs.glob(f"{name}.*"))}
+
+
 def test_first_block_of_the_readme_has_three_lines_after_the_imports() -> None:
     first = next(b for b in blocks((ROOT / "README.md").read_text()) if b.language == "python")
     lines = [line for line in first.code.splitlines() if line.strip()]
@@ -85,6 +95,7 @@ def test_first_block_of_the_readme_has_three_lines_after_the_imports() -> None:
         ("api.md", "flexdecode"),
         ("api.md", "flexdecode.compat"),
         ("api.md", "flexdecode.integrations.transformers"),
+        ("api.md", "flexdecode.visualize"),
         ("masks.md", "flexdecode.masks"),
     ],
 )
@@ -95,6 +106,15 @@ def test_every_public_name_is_on_its_page(page: str, module: str) -> None:
     tables = re.findall(r"^\|.*", (ROOT / "docs" / page).read_text(), re.MULTILINE)
     listed = set(re.findall(r"\w+", " ".join(tables)))
     assert not set(names) - listed
+
+
+@pytest.mark.parametrize(
+    ("page", "module"), [("core.md", "flexdecode"), ("masks.md", "flexdecode.masks")]
+)
+def test_every_docstring_is_in_the_reference(page: str, module: str) -> None:
+    text = (ROOT / "docs" / "reference" / page).read_text()
+    listed = re.findall(r"^\.\. auto(?:function|class|data):: (\w+)$", text, re.MULTILINE)
+    assert sorted(listed) == sorted(importlib.import_module(module).__all__)
 
 
 def test_the_gallery_shows_every_rule_and_has_run() -> None:
