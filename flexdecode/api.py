@@ -16,6 +16,7 @@ from flexdecode.mask_arguments import check_captures
 from flexdecode.ops import is_transformed
 from flexdecode.packed import PackedQueries, tile_size
 from flexdecode.problem import Problem, Request
+from flexdecode.quantization import QuantizedTensor, with_scales
 from flexdecode.trace import trace
 
 if TYPE_CHECKING:
@@ -58,9 +59,9 @@ class AuxOutput(NamedTuple):
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor | QuantizedTensor,
+    k: Tensor | QuantizedTensor,
+    v: Tensor | QuantizedTensor,
     *,
     score_mod: ScoreMod | None = None,
     block_mask: BlockMask | None = None,
@@ -247,7 +248,7 @@ def attention(
 
 
 def _attention_in_graph(
-    q: Tensor, k: Tensor, v: Tensor, *, return_aux: AuxRequest | None, **arguments: Any
+    q: Any, k: Any, v: Any, *, return_aux: AuxRequest | None, **arguments: Any
 ) -> Tensor | tuple[Tensor, AuxOutput]:
     """`attention` as one operator, within a compiled region or a transform of torch.func."""
     from flexdecode.compiled import attention_in_graph
@@ -257,9 +258,9 @@ def _attention_in_graph(
 
 
 def prepare(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor | QuantizedTensor,
+    k: Tensor | QuantizedTensor,
+    v: Tensor | QuantizedTensor,
     *,
     score_mod: ScoreMod | None,
     block_mask: BlockMask | None,
@@ -283,6 +284,7 @@ def prepare(
     name : str
         The backend that is to run it.
     """
+    k, v = with_scales("k", k), with_scales("v", v)
     if block_mask is not None:
         if not isinstance(block_mask, BlockMask):
             checks.check_mask(block_mask)
@@ -294,7 +296,7 @@ def prepare(
         cu_seqlens_q = block_mask.inherit("cu_seqlens_q", cu_seqlens_q)
     sequences = None
     if cu_seqlens_q is not None:
-        where = q.device if isinstance(q, Tensor) else torch.device("cpu")
+        where = q.device if hasattr(q, "device") else torch.device("cpu")
         sequences = checks.check_cu_seqlens(cu_seqlens_q, where)
     checks.check_qkv(q, k, v, sequences, page_table is not None)
     checks.check_grad(q, k, v)
@@ -338,7 +340,9 @@ def prepare(
     return request, name
 
 
-def _without_repeats(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _without_repeats(
+    q: Tensor | QuantizedTensor, k: Tensor | QuantizedTensor, v: Tensor | QuantizedTensor
+) -> tuple[Tensor | QuantizedTensor, Tensor | QuantizedTensor]:
     # One head (one sequence) expanded to many has stride 0: keep the one, and read it once.
     if k.stride(1) == 0 and v.stride(1) == 0 and q.shape[1] == k.shape[1] > 1:
         k, v = k[:, :1], v[:, :1]
@@ -348,9 +352,9 @@ def _without_repeats(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _problem(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor | QuantizedTensor,
+    k: Tensor | QuantizedTensor,
+    v: Tensor | QuantizedTensor,
     scale: float | None,
     kv_len: int | Tensor | None,
     q_offset: int | Tensor | None,
@@ -400,7 +404,7 @@ def _problem(
         Dv=v.shape[3],
         Bkv=Bkv,
         scale=checks.check_scale(scale, D),
-        dtype=q.dtype,
+        dtype=checks.compute_dtype(q),
         device=device,
         kv_len=kv_len,
         offset=q_offset,

@@ -5,11 +5,14 @@ What torch operations need to read a cache; the Triton kernels work addresses ou
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from flexdecode.quantization import QuantizedTensor
 
 if TYPE_CHECKING:
     from flexdecode.problem import Problem
@@ -23,24 +26,35 @@ class Cache:
 
     Attributes
     ----------
-    x : Tensor, [B or 1, Hkv, Lkv, D], or [pages, Hkv, page_size, D]
+    x : Tensor or QuantizedTensor, [B or 1, Hkv, Lkv, D], or [pages, Hkv, page_size, D]
     kv_start : Tensor [B], int32 or int64, or None
         First slot of each sequence.
     page_table : Tensor [B, entries], int32, or None
     kv_len : Tensor [B], int64
         Entries of the table past it are not read.
+    dtype : torch.dtype
+        Of rows that were quantised.
     """
 
-    x: Tensor
+    x: Tensor | QuantizedTensor
     kv_start: Tensor | None
     page_table: Tensor | None
     kv_len: Tensor | None
+    dtype: torch.dtype = torch.float32
 
     @classmethod
-    def of(cls, x: Tensor, problem: Problem) -> Cache:
+    def of(
+        cls, x: Tensor | QuantizedTensor, problem: Problem, dtype: torch.dtype = torch.float32
+    ) -> Cache:
         """See `x`, the k or v of `problem`, by logical position."""
         kv_len = None if problem.page_table is None else problem.kv_len_rows()
-        return cls(x, problem.kv_start, problem.page_table, kv_len)
+        return cls(x, problem.kv_start, problem.page_table, kv_len, dtype)
+
+    def rows(self, take: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the rows that ``take`` picks: a view where it is one and nothing is quantised."""
+        if isinstance(self.x, QuantizedTensor):
+            return self.x.gathered(take, self.dtype)
+        return take(self.x)
 
     @property
     def moved(self) -> bool:
@@ -74,8 +88,8 @@ class Cache:
             slot = slot.clamp(0, self.x.shape[2] - 1)
             first = b if self.x.shape[0] > 1 else torch.zeros_like(b)
         if isinstance(h, slice):
-            return self.x[:, h].transpose(1, 2)[first, slot]
-        return self.x[first, h, slot]
+            return self.rows(lambda x: x[:, h].transpose(1, 2)[first, slot])
+        return self.rows(lambda x: x[first, h, slot])
 
     def logical(self, batch: slice, capacity: int) -> Tensor:
         """All positions of some sequences: [n or 1, Hkv, capacity, D]."""
@@ -101,17 +115,22 @@ class CachePart:
     def copies(self) -> bool:
         """True where `cut` returns memory of its own for a slice."""
         cache = self.cache
-        return cache.page_table is not None or (cache.kv_start is not None and self.sequences > 1)
+        if cache.page_table is not None or isinstance(cache.x, QuantizedTensor):
+            return True
+        return cache.kv_start is not None and self.sequences > 1
 
     def cut(self, keys: slice | Tensor) -> Tensor:
         """Return some positions: [X or 1, Y, n, D], views of the cache where they can be."""
         cache = self.cache
         if not cache.moved:
-            x = self._own(cache.x)
-            return x[:, :, keys] if isinstance(keys, slice) else x.index_select(2, keys)
+            if isinstance(keys, slice):
+                return cache.rows(lambda x: self._own(x)[:, :, keys])
+            chosen = keys
+            return cache.rows(lambda x: self._own(x).index_select(2, chosen))
         if not self.copies and isinstance(keys, slice) and cache.kv_start is not None:
             start = int(cache.kv_start[self.batch.start])
-            return self._own(cache.x)[:, :, start + keys.start : start + keys.stop]
+            there = slice(start + keys.start, start + keys.stop)
+            return cache.rows(lambda x: self._own(x)[:, :, there])
         if isinstance(keys, slice):
             keys = torch.arange(keys.start, keys.stop, device=cache.x.device)
         b = torch.arange(self.batch.start, self.batch.stop, device=cache.x.device)

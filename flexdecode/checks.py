@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexdecode.quantization import QuantizedTensor
+
 __all__ = [
     "check_bias",
     "check_cu_seqlens",
@@ -63,28 +65,32 @@ def _kind(value: Any) -> str:
     )
 
 
-def check_qkv(q: Tensor, k: Tensor, v: Tensor, sequences: int | None, paged: bool) -> None:
+Operand = Tensor | QuantizedTensor
+
+
+def check_qkv(q: Operand, k: Operand, v: Operand, sequences: int | None, paged: bool) -> None:
     """Raise unless q, k and v fit one another.
 
     Parameters
     ----------
-    q, k, v : Tensor
+    q, k, v : Tensor or QuantizedTensor
     sequences : int or None
         Where queries are packed.
     paged : bool
         k and v hold pages in place of sequences.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
+        if not isinstance(x, (Tensor, QuantizedTensor)):
             raise TypeError(f"{name}: expected a Tensor, got {type(x).__name__}")
         if x.dim() != 4:
             raise ValueError(
                 f"{name}: expected 4 dims [batch, heads, length, head dim], got {x.dim()} "
                 f"(shape {list(x.shape)})"
             )
-    dtype = q.dtype
+    dtype = compute_dtype(q)
     if dtype not in _DTYPES:
-        raise TypeError(f"q: expected float16, bfloat16 or float32, got {dtype}")
+        hint = "; codes with scales are a QuantizedTensor" if dtype.itemsize == 1 else ""
+        raise TypeError(f"q: expected float16, bfloat16 or float32, got {dtype}{hint}")
     device = q.device
     B, Hq, _, D = q.shape
     Bkv, Hkv, Lkv, Dk = k.shape
@@ -96,7 +102,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, sequences: int | None, paged: boo
             )
         B = sequences
     for name, x in (("k", k), ("v", v)):
-        if x.dtype != dtype:
+        if x.dtype != dtype and not isinstance(x, QuantizedTensor):
             raise TypeError(f"{name}: expected {dtype} to match q, got {x.dtype}")
         if x.device != device:
             raise ValueError(f"{name}: expected device {device} to match q, got {x.device}")
@@ -126,6 +132,18 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, sequences: int | None, paged: boo
             f"{'k' if Lkv > MAX_POSITION else 'q'}: expected at most 2**30 positions, "
             f"got {max(Lkv, q.shape[2])}"
         )
+
+
+def compute_dtype(q: Operand) -> torch.dtype:
+    """What a call is computed in and returns; raises for a q whose format has no kernels."""
+    if not isinstance(q, QuantizedTensor):
+        return q.dtype
+    if q.format != "fp8" or (q.scale is not None and q.scale.dtype == torch.int32):
+        raise TypeError(
+            "q: expected a tensor, or a QuantizedTensor in fp8 with float32 scales, got "
+            f"{q.format}" + (" with coefficient words" if q.format == "fp8" else "")
+        )
+    return torch.bfloat16
 
 
 def check_cu_seqlens(cu_seqlens: Any, device: torch.device) -> int:
@@ -158,7 +176,7 @@ def check_starts(cu_seqlens: Tensor, total_q: int) -> None:
         raise ValueError(f"cu_seqlens_q: expected values that never fall, got {starts}")
 
 
-def check_page_table(page_table: Any, k: Tensor, B: int, kv_len: Any) -> Tensor:
+def check_page_table(page_table: Any, k: Operand, B: int, kv_len: Any) -> Tensor:
     """The page table, its last stride 1."""
     name = "page_table"
     if not isinstance(page_table, Tensor):
@@ -217,7 +235,7 @@ def is_checking() -> bool:
     return os.environ.get("FLEXDECODE_CHECK") == "1"
 
 
-def check_grad(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_grad(q: Operand, k: Operand, v: Operand) -> None:
     """Raise when autograd would expect a backward pass."""
     if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
         name = "q" if q.requires_grad else "k" if k.requires_grad else "v"

@@ -15,8 +15,9 @@ from flexdecode.block_counts import BlockCounts, count_blocks, valid_keys
 from flexdecode.block_mask import BlockMask
 from flexdecode.kernels.configs import MIN_SHARE, DecodeConfig, Device, ceil_div
 from flexdecode.kernels.layout import Layout, kernel_block_size
-from flexdecode.plan import Lists, balanced_items, block_owners, choose_plan, device_of
+from flexdecode.plan import Lists, balanced_items, block_owners, choose_plan, device_of, storage_of
 from flexdecode.problem import Problem, Request
+from flexdecode.quantization import row_bytes
 from flexdecode.tables import FULL, PARTIAL, Extent, table_states
 from flexdecode.undecided import IntervalReport, report_intervals
 
@@ -294,8 +295,8 @@ def explain(
     )
     problem, resolved = request.problem, request.resolved
     lists = _lists(request)
-    itemsize = request.k.element_size()
-    config = choose_plan(problem, lists, itemsize, target.device, request.options)
+    stored = storage_of(request.k, request.v)
+    config = choose_plan(problem, lists, stored, target.device, request.options)
     size = (max(problem.Lq, 1), config.BLOCK_N) if lists is None else lists.BLOCK_SIZE
     states = _states(request, size)
     keys = valid_keys(_on_host(problem.kv_len_rows()), states.shape[3], size[1])
@@ -311,7 +312,7 @@ def explain(
         q_shape=tuple(q.shape),
         k_shape=tuple(request.k.shape),
         v_shape=tuple(request.v.shape),
-        dtype=q.dtype,
+        dtype=problem.dtype,
         target=target,
         blocks=blocks,
         work=work,
@@ -440,8 +441,9 @@ def _traffic(
     if problem.Bkv == 1 and slots.shape[0]:
         slots = slots.amax(0, keepdim=True)  # sequences share the slots
     slots = slots.expand(-1, problem.Hkv, -1)
-    a_slot = problem.D * k.element_size() + problem.Dv * v.element_size()
-    q_out = problem.B * problem.Hq * problem.Lq * (problem.D + problem.Dv) * q.element_size()
+    a_slot = row_bytes(k) + row_bytes(v)
+    out_row = problem.Dv * problem.dtype.itemsize
+    q_out = problem.B * problem.Hq * problem.Lq * (row_bytes(q) + out_row)
     captured = list(request.score.captures) if request.score is not None else []
     mask = None if request.resolved is None else request.resolved.mask
     if mask is not None and blocks.partial.total:

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from flexdecode.quantization import as_tensor
+
 if TYPE_CHECKING:
     from flexdecode.block_mask import ResolvedMask
     from flexdecode.problem import Problem, Request, Result
@@ -207,7 +209,7 @@ def _ordinary(request: Request, run: Run) -> Request:
         k, v = k[part], v[part]
     return dataclasses.replace(
         request,
-        q=batched(request.q),
+        q=batched(as_tensor(request.q)),
         k=k,
         v=v,
         problem=cut_problem(problem, run),

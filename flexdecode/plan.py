@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from flexdecode.kernels import configs
+from flexdecode.quantization import QuantizedTensor, row_bytes
 
 if TYPE_CHECKING:
     from flexdecode.kernels.call import BlockTables
     from flexdecode.problem import Problem
+
+Operand = Tensor | QuantizedTensor
 
 __all__ = ["Lists", "balanced_items", "block_owners", "choose_plan", "device_of", "length_bucket"]
 
@@ -57,7 +60,7 @@ def length_bucket(keys: int) -> int:
 def choose_plan(
     problem: Problem,
     lists: Lists | None,
-    itemsize: int,
+    stored: configs.Stored | None,
     device: configs.Device,
     options: dict[str, Any],
 ) -> configs.DecodeConfig:
@@ -69,8 +72,8 @@ def choose_plan(
     lists : Lists or None
         None where every key may be attended. Packed queries count as one sequence of many rows
         of blocks.
-    itemsize : int
-        Bytes of an element of k and v.
+    stored : Stored or None
+        How k and v are kept where one is quantised, see `storage_of`.
     device : Device
     options : dict
         Checked ``kernel_options``.
@@ -101,15 +104,32 @@ def choose_plan(
         Lq=Lq,
         D=problem.D,
         Dv=problem.Dv,
-        itemsize=itemsize,
+        itemsize=problem.dtype.itemsize,
         keys=min(keys, problem.Lkv),
         device=device,
         BLOCK_Q=block_q,
         KV_BLOCK=kv_block,
         lists=several,
         ragged=ragged,
+        stored=stored,
         options={name: options[name] for name in _TUNABLE if name in options},
     )
+
+
+def storage_of(k: Operand, v: Operand) -> configs.Stored | None:
+    """How k and v are kept, or None where neither is quantised."""
+    quantized = [x for x in (k, v) if isinstance(x, QuantizedTensor)]
+    if not quantized:
+        return None
+    # Padded: a row of 96 bytes takes 128.
+    size = sum(configs.next_power_of_2(row_bytes(x)) for x in (k, v))
+    columns = [
+        x.shape[3] // 4 // (x.groups if x.layout == "interleaved" else max(x.groups // 4, 1))
+        if x.format == "int4"
+        else x.shape[3] // 2
+        for x in quantized
+    ]
+    return configs.Stored(size, min(columns) <= configs.MIN_TILE)
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from flexdecode.block_mask import ResolvedMask
     from flexdecode.packed import PackedQueries
+    from flexdecode.quantization import QuantizedTensor
     from flexdecode.trace import Traced
 
 __all__ = ["Problem", "Request", "Result"]
@@ -33,7 +34,7 @@ class Problem:
     scale : float
         Multiplies the dot product.
     dtype, device
-        Those of q.
+        Those of q; bfloat16 where q is quantised.
     kv_len : int or Tensor [B], int32 or int64
         Valid keys; a tensor may hold values outside ``[0, Lkv - kv_start]``, see `kv_len_rows`.
     offset : int, Tensor [B], int64, or None
@@ -110,9 +111,9 @@ class Request:
 
     Attributes
     ----------
-    q : Tensor, [B, Hq, Lq, D], or [1, Hq, Lq, D] where packed
-    k : Tensor, [Bkv, Hkv, Lkv, D], or [Bkv, Hkv, page_size, D] with a page table
-    v : Tensor, like k with Dv
+    q : Tensor or QuantizedTensor, [B, Hq, Lq, D], or [1, Hq, Lq, D] where packed
+    k : Tensor or QuantizedTensor, [Bkv, Hkv, Lkv, D], or [Bkv, Hkv, page_size, D] with a page table
+    v : Tensor or QuantizedTensor, like k with Dv; of a format of its own
     problem : Problem
         Its offset is already the mask's own where the mask has one.
     score : Traced or None
@@ -129,9 +130,9 @@ class Request:
         Checked ``kernel_options``.
     """
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
+    q: Tensor | QuantizedTensor
+    k: Tensor | QuantizedTensor
+    v: Tensor | QuantizedTensor
     problem: Problem
     score: Traced | None
     resolved: ResolvedMask | None

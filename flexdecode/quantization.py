@@ -7,13 +7,14 @@ Every format stores *codes*, small integers or floats, and coefficients:
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["QuantizedTensor", "dequantize", "quantize"]
+__all__ = ["QuantizedTensor", "as_tensor", "dequantize", "quantize", "row_bytes", "with_scales"]
 
 GROUPS = (1, 2, 4, 8)
 FORMATS = ("int4", "fp8", "fp8_e5m2", "int8")
@@ -195,9 +196,31 @@ class QuantizedTensor:
         found = self.coefficients
         if found is None:
             return torch.ones(1, 1, 1, 1, device=self.device), None
-        if found.dtype != torch.int32:
-            return found.float(), None
-        return _halves(found)
+        return _split(found)
+
+    @property
+    def by_row(self) -> bool:
+        """True where rows have coefficients of their own, rather than heads or the whole."""
+        found = self.coefficients
+        if found is None or found.dtype == torch.int32:
+            return found is not None
+        return any(found.shape[axis] > 1 and found.stride(axis) != 0 for axis in (0, 2))
+
+    def gathered(self, take: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Tensor:
+        """Dequantise what ``take`` picks from rows, in float32, or float64 where that is asked for.
+
+        Parameters
+        ----------
+        take : callable Tensor [B, H, L, n] -> Tensor [..., n]
+            Any indexing that leaves rows whole.
+        dtype : torch.dtype
+            Of the result.
+        """
+        codes = self.codes
+        # Bytes, since torch does not index every float8 type everywhere.
+        codes = take(codes.view(torch.uint8)).view(codes.dtype)
+        found = self.coefficients
+        return _from_codes(self, codes, None if found is None else take(found), dtype)
 
 
 def dequantize(x: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -221,18 +244,50 @@ def dequantize(x: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
     """
     if not isinstance(x, QuantizedTensor):
         raise TypeError(f"x: expected a QuantizedTensor, got {type(x).__name__}")
-    dtype = x.dtype if dtype is None else dtype
+    return _from_codes(x, x.codes, x.coefficients, x.dtype if dtype is None else dtype)
+
+
+def _from_codes(
+    x: QuantizedTensor, codes: Tensor, coefficients: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Dequantise codes [..., n] with coefficients [..., groups] in the format of `x`."""
     work = torch.float64 if dtype == torch.float64 else torch.float32
-    codes = x.codes
     if x.format == "int4":
         codes = _unpack_nibbles(codes, x.layout)
-    scale, shift = x.scale_and_shift()
-    grouped = _by_group(codes.to(work), x.groups)
-    out = grouped * scale.to(work).unsqueeze(-1)
-    if shift is not None:
-        out = out + shift.to(work).unsqueeze(-1)
+    out = _by_group(codes.to(work), x.groups)
+    if coefficients is not None:
+        scale, shift = _split(coefficients)
+        out = out * scale.to(work).unsqueeze(-1)
+        if shift is not None:
+            out = out + shift.to(work).unsqueeze(-1)
     found: Tensor = out.flatten(-2).to(dtype)
     return found
+
+
+def with_scales(name: str, x: Any) -> Any:
+    """Take a float8 tensor for a QuantizedTensor without scales; anything else stays itself."""
+    if not isinstance(x, Tensor) or x.dtype not in _FLOAT8.values():
+        return x
+    if x.dim() != 4 or (x.stride(3) != 1 and x.shape[3] > 1):
+        raise ValueError(
+            f"{name}: expected a float8 tensor [batch, heads, length, head dim] of contiguous "
+            f"rows, got shape {list(x.shape)}, strides {list(x.stride())}"
+        )
+    return QuantizedTensor(x)
+
+
+def as_tensor(x: Tensor | QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Dequantise what is quantised; a tensor stays itself."""
+    return dequantize(x, dtype) if isinstance(x, QuantizedTensor) else x
+
+
+def row_bytes(x: Tensor | QuantizedTensor) -> int:
+    """Bytes of a row of a head, coefficients of its own included."""
+    if not isinstance(x, QuantizedTensor):
+        return x.shape[3] * x.element_size()
+    found = x.coefficients
+    own = found.shape[3] * found.element_size() if found is not None and x.by_row else 0
+    return x.codes.shape[3] * x.codes.element_size() + own
 
 
 def quantize(
@@ -389,8 +444,10 @@ def _pack_halves(scale: Tensor, shift: Tensor) -> Tensor:
     return low | (shift.contiguous().view(torch.int16).int() << 16)
 
 
-def _halves(words: Tensor) -> tuple[Tensor, Tensor]:
-    """Read coefficient words: scales and shifts, float32."""
+def _split(words: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Read coefficients: scales and, of words, shifts; float32."""
+    if words.dtype != torch.int32:
+        return words.float(), None
     low = words << 16 >> 16
     return low.short().view(torch.half).float(), (words >> 16).short().view(torch.half).float()
 

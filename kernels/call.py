@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flexdecode.kernels.layout import kernel_block_size
@@ -79,6 +80,37 @@ class BlockTables:
 
 
 @dataclass(frozen=True, eq=False)
+class Codes:
+    """How k or v is quantised; the tensor itself holds int16 units.
+
+    Attributes
+    ----------
+    format : str
+        "e4m3", "e5m2", "int8", "int4" or "int4_rows", see `flexdecode.kernels.quantized`.
+    kind : str
+        Of the coefficients: "words", "scales", "head" or "".
+    groups : int
+        Groups of a row with coefficients of their own.
+    coefficients : Tensor, [B or pages, Hkv, Lkv or page_size, groups], any strides, or None
+    """
+
+    format: str
+    kind: str
+    groups: int
+    coefficients: Tensor | None
+
+    def signature(self) -> tuple[object, ...]:
+        """Return all that a plan depends on."""
+        beside = self.coefficients
+        return (
+            self.format,
+            self.kind,
+            self.groups,
+            None if beside is None else (beside.stride(), beside.dtype),
+        )
+
+
+@dataclass(frozen=True, eq=False)
 class DecodeCall:
     """One attention call. Everything has been checked, and all tensors are on one device.
 
@@ -86,7 +118,8 @@ class DecodeCall:
     ----------
     q : Tensor, [B, Hq, Lq, D]
     k, v : Tensor, [B or 1, Hkv, Lkv, D] and [B or 1, Hkv, Lkv, Dv]
-        Any strides. With `page_table`, [pages, Hkv, page_size, D] and [pages, Hkv, page_size, Dv].
+        Any strides; int16 units where quantised. With `page_table`, [pages, Hkv, page_size, D]
+        and [pages, Hkv, page_size, Dv].
     out : Tensor, [B, Hq, Lq, Dv]
         Written; the last stride is 1.
     lse, max_scores : Tensor, [B, Hq, Lq], float32, contiguous, optional
@@ -113,6 +146,16 @@ class DecodeCall:
     sinks : Tensor, [Hq], float, contiguous, optional
     tf32 : bool
         Let float32 inputs use TF32 matrix instructions.
+    k_codes, v_codes : Codes, optional
+        How k and v are quantised.
+    q_format : str
+        "e4m3" where q holds codes, as uint8; or "".
+    q_scale : Tensor, [B, Hq, Lq], float32, any strides, optional
+        Multiplies rows of such a q.
+    assembly : bool
+        CUDA instructions may be written out: neither HIP nor the interpreter runs this.
+    partial_dtype : torch.dtype
+        Of the partial results of splits, and of joining them: float32 or float64.
     """
 
     q: Tensor
@@ -134,6 +177,12 @@ class DecodeCall:
     bias: Tensor | None = None
     sinks: Tensor | None = None
     tf32: bool = False
+    k_codes: Codes | None = None
+    v_codes: Codes | None = None
+    q_format: str = ""
+    q_scale: Tensor | None = None
+    assembly: bool = False
+    partial_dtype: torch.dtype = torch.float32
 
     @property
     def page_size(self) -> int:

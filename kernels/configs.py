@@ -26,6 +26,7 @@ PLAN_KEYS = 8192  # shorter rows are not worth a plan of ragged lengths
 PLAN_LISTED_KEYS = 65536  # and listed blocks among fewer keys none of ragged lists
 WHOLE_KEYS = 512  # rows up to which a reduction costs more than a split saves
 MIN_SHARE = 2  # steps of the loop that are worth a split of their own
+DECODE_WARPS = 16  # warps on a processor that decode quantised keys and values
 REDUCE_ELEMENTS = 8192  # float32 partials that a program of the reduction holds at once
 
 
@@ -89,6 +90,22 @@ class Device:
     processors: int
     shared_memory: int
     pdl: bool = False
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How K and V are kept where one of them is quantised.
+
+    Attributes
+    ----------
+    row_bytes : int
+        Of one key's row of K and of V, padded as in shared memory, coefficients included.
+    narrow : bool
+        Rows are read in tiles of 16 columns, which several warps could not share.
+    """
+
+    row_bytes: int
+    narrow: bool
 
 
 # What the interpreter is given: small, so that tests cross tile borders.
@@ -155,6 +172,7 @@ def choose_config(
     KV_BLOCK: int | None = None,
     lists: int = 1,
     ragged: bool = False,
+    stored: Stored | None = None,
     options: Mapping[str, int] | None = None,
 ) -> DecodeConfig:
     """Choose tiles, warps, stages and splits for one call.
@@ -164,7 +182,7 @@ def choose_config(
     B, Hkv, G, Lq, D, Dv : int
         Sequences, KV heads, query heads to each, query rows, head dims of keys and of values.
     itemsize : int
-        Bytes of an element of K and V.
+        Bytes of an element of K and V as the matrix instructions take them.
     keys : int
         The most keys that a row may have to read: the capacity, or the longest list of active
         blocks times their size where that is known on the host.
@@ -176,6 +194,8 @@ def choose_config(
         Lists of active blocks whose lengths may differ in ways that the host does not know.
     ragged : bool, default False
         They differ because sequences do.
+    stored : Stored, optional
+        How K and V are kept, where quantised.
     options : mapping of str to int, optional
         Fixed choices: ``BLOCK_M``, ``BLOCK_N``, ``num_warps``, ``num_stages``, ``num_splits``.
 
@@ -206,7 +226,12 @@ def choose_config(
         TG = ceil_div(G, ceil_div(G, limit))
         TQ = ceil_div(rows, ceil_div(rows, max(limit // TG, 1)))
         BLOCK_M = options.get("BLOCK_M", max(MIN_TILE, next_power_of_2(TG * TQ)))
-        loop = _choose_loop(BLOCK_M, D, Dv, itemsize, KV_BLOCK, device, options)
+        if stored is None:
+            loop = _choose_loop(BLOCK_M, D, Dv, itemsize, KV_BLOCK, device, options)
+        else:
+            loop = _choose_quantized_loop(
+                BLOCK_M, D, Dv, itemsize, stored, KV_BLOCK, device, options
+            )
         if loop.bytes <= device.shared_memory:
             break
         if "BLOCK_M" in options or limit == MIN_TILE:
@@ -223,6 +248,9 @@ def choose_config(
     plan_rows = _choose_plan(lists, PLAN_KEYS if ragged else PLAN_LISTED_KEYS, keys, options)
     programs = B * Hkv * ceil_div(G, TG) * ceil_div(Lq, rows) * ceil_div(rows, TQ)
     units = max(ceil_div(keys, loop.BLOCK_N), 1)
+    if stored is not None:
+        # Decoding keeps warps busy: several programs on a processor hide one another's waits.
+        device = replace(device, processors=device.processors * (DECODE_WARPS // loop.num_warps))
     num_splits = _choose_splits(programs, units, keys, device, options)
     wide = _unit(128, KV_BLOCK)
     if loop.widens and wide > loop.BLOCK_N and plan_rows and not ragged:
@@ -316,6 +344,38 @@ def _choose_loop(
             widens = free and BLOCK_N == 64 and wide <= device.shared_memory
             return _Loop(BLOCK_N, num_warps, num_stages, needed, widens)
         if stages_left and (num_stages > 2 or not keys_left):
+            num_stages -= 1
+        else:
+            BLOCK_N //= 2
+
+
+def _choose_quantized_loop(
+    BLOCK_M: int,
+    D: int,
+    Dv: int,
+    itemsize: int,
+    stored: Stored,
+    KV_BLOCK: int | None,
+    device: Device,
+    options: Mapping[str, int],
+) -> _Loop:
+    """Choose the loop over quantised keys: few bytes in flight, much to do in registers."""
+    large = BLOCK_M * sum(split_dim(Dv)) > 8192
+    num_warps = options.get("num_warps", 8 if large else 1 if stored.narrow else 4)
+    keys = 32 if itemsize >= 4 or D + Dv > 384 or stored.narrow else 64
+    BLOCK_N = options.get("BLOCK_N", _unit(keys, KV_BLOCK))
+    num_stages = options.get("num_stages", 4 if BLOCK_M <= 32 and D + Dv <= 256 else 2)
+    d, dv = sum(split_dim(D)), sum(split_dim(Dv))
+    while True:
+        needed = max(num_stages, 1) * BLOCK_N * stored.row_bytes
+        needed += BLOCK_M * (d + 2 * BLOCK_N) * itemsize + 12288
+        if BLOCK_M >= 64:  # instructions for that many rows take keys and values from memory
+            needed += BLOCK_N * (d + dv) * itemsize
+        stages_left = num_stages > 1 and "num_stages" not in options
+        keys_left = BLOCK_N > MIN_TILE and "BLOCK_N" not in options
+        if needed <= device.shared_memory or not (stages_left or keys_left):
+            return _Loop(BLOCK_N, num_warps, num_stages, needed, False)
+        if stages_left:
             num_stages -= 1
         else:
             BLOCK_N //= 2

@@ -19,6 +19,20 @@ import triton
 import triton.language as tl
 
 from flexdecode.kernels.pages import find_pages, page_rows
+from flexdecode.kernels.quantized import (
+    accumulate_quantized,
+    coefficients_at,
+    decode_queries,
+    finish_output,
+    grain,
+    is_by_row,
+    load_columns,
+    quantized_scores,
+    store_columns,
+    sum_groups,
+    value_dtype,
+    zero_output,
+)
 from flexdecode.kernels.tiles import (
     LOG2E,
     accumulate_pieces,
@@ -45,6 +59,8 @@ from flexdecode.kernels.worklist import find_item, plan_items, share_of
 RUN_TIME = (
     "stride_qb stride_qh stride_ql stride_kb stride_kh stride_kn stride_vb stride_vh stride_vn "
     "stride_bb stride_bh stride_bl stride_bn stride_ob stride_oh stride_ol "
+    "stride_qcb stride_qch stride_qcl stride_kcb stride_kch stride_kcn stride_kcg "
+    "stride_vcb stride_vch stride_vcn stride_vcg "
     "stride_pb parts stride_kv_len stride_kv_start stride_q_offset "
     "stride_tb stride_th columns full_columns "
     "stride_sb stride_sh stride_sq scale kv_len q_offset Hkv G Lq Lkv "
@@ -52,8 +68,8 @@ RUN_TIME = (
 ).split()
 # Small arrays that may be views at any address.
 ANY_ADDRESS = (
-    "bias_ptr sinks_ptr page_table_ptr lse_ptr max_ptr kv_len_ptr kv_start_ptr q_offset_ptr "
-    "tiles_ptr kv_num_blocks_ptr "
+    "qc_ptr kc_ptr vc_ptr bias_ptr sinks_ptr page_table_ptr lse_ptr max_ptr kv_len_ptr "
+    "kv_start_ptr q_offset_ptr tiles_ptr kv_num_blocks_ptr "
     "kv_indices_ptr full_kv_num_blocks_ptr full_kv_indices_ptr block_state_ptr"
 ).split()
 
@@ -75,11 +91,14 @@ def attend(
     stride_vb,
     stride_vn,
     stride_vd,
+    k_coefficients,  # (pointer at this head, strides of sequence or page, key and group), or None
+    q_sums,  # of q over each group of its elements, [BLOCK_M], or None
+    v_coefficients,
     pages,  # (this sequence's page numbers, its first slot), or None: keys follow one another
     bias_rows,  # [BLOCK_M, 1] pointers, or None
     stride_bn,
     state_rows,  # [BLOCK_M, 1] pointers, or None
-    scale,
+    scale,  # or [BLOCK_M, 1]
     b,
     h,  # [BLOCK_M, 1]
     q_idx,  # [BLOCK_M, 1]
@@ -92,6 +111,13 @@ def attend(
     ASK_FULL: tl.constexpr,  # a full block that crosses kv_len is as good as a partial one
     CHECK_BOUNDS: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
+    K_FORMAT: tl.constexpr,  # of quantised keys, see `flexdecode.kernels.quantized`; or ""
+    K_COEFFICIENTS: tl.constexpr,
+    K_GROUPS: tl.constexpr,
+    V_FORMAT: tl.constexpr,
+    V_COEFFICIENTS: tl.constexpr,
+    V_GROUPS: tl.constexpr,
+    ASSEMBLY: tl.constexpr,  # CUDA instructions may be written out
     D: tl.constexpr,
     D_0: tl.constexpr,
     D_1: tl.constexpr,
@@ -132,6 +158,7 @@ def attend(
     for unit in tl.range(loop_bound(first), loop_bound(last)):
         # -- which keys: numbers of blocks and pages are fetched ahead, nothing waits for them ----
         if PAGE_SIZE == 0:
+            page = None
             if indices_ptr is None:
                 block = first_block + unit
                 start_n = block * BLOCK_N
@@ -180,8 +207,29 @@ def attend(
             lane = lane & present[None, :]
 
         # -- scores: q @ k in natural units, the user's rule, then log2 ----
-        k = load_pieces(k_ptr + k_start, k_rows, stride_kd, present, D, D_0, D_1)
-        qk = dot_pieces(q, k, INPUT_PRECISION)  # [BLOCK_M, BLOCK_N]
+        if K_FORMAT == "":
+            k = load_pieces(k_ptr + k_start, k_rows, stride_kd, present, D, D_0, D_1)
+            qk = dot_pieces(q, k, INPUT_PRECISION)  # [BLOCK_M, BLOCK_N]
+        else:
+            beside = None
+            if is_by_row(K_COEFFICIENTS):
+                beside = coefficients_at(
+                    k_coefficients, page, pages, start_n, offs_n, PAGE_SIZE, WHOLE_PAGES, ALIGNED
+                )
+            qk = quantized_scores(
+                q,
+                q_sums,
+                k_ptr + k_start,
+                k_rows,
+                beside,
+                present,
+                K_FORMAT,
+                K_COEFFICIENTS,
+                K_GROUPS,
+                D,
+                ASSEMBLY,
+                INPUT_PRECISION,
+            )
         if SCORE_MOD is None and bias_rows is None:
             qk = qk * (scale * LOG2E)
         else:
@@ -214,10 +262,37 @@ def attend(
 
         # -- online softmax, and the values; 0 * NaN is NaN, so unseen values must not be there ----
         p, m_i, l_i, alpha = online_softmax_update(qk, m_i, l_i)
-        v = load_pieces(v_ptr + v_start, v_rows, stride_vd, present, DV, DV_0, DV_1)
+        seen = None
         if ASK_FULL or (PARTIAL and (MASK_MOD is not None or state_rows is not None)):
-            v = drop_rows(v, seen_by_a_row(keep, real, BLOCK_N))
-        acc = accumulate_pieces(acc, alpha, p, v, INPUT_PRECISION)
+            seen = seen_by_a_row(keep, real, BLOCK_N)
+        if V_FORMAT == "":
+            v = load_pieces(v_ptr + v_start, v_rows, stride_vd, present, DV, DV_0, DV_1)
+            if seen is not None:
+                v = drop_rows(v, seen)
+            acc = accumulate_pieces(acc, alpha, p, v, INPUT_PRECISION)
+        else:
+            beside = None
+            if is_by_row(V_COEFFICIENTS):
+                beside = coefficients_at(
+                    v_coefficients, page, pages, start_n, offs_n, PAGE_SIZE, WHOLE_PAGES, ALIGNED
+                )
+            acc = accumulate_quantized(
+                acc,
+                alpha,
+                p,
+                v_ptr + v_start,
+                v_rows,
+                beside,
+                present,
+                seen,
+                V_FORMAT,
+                V_COEFFICIENTS,
+                V_GROUPS,
+                DV,
+                value_dtype(V_FORMAT, q[0].dtype),
+                ASSEMBLY,
+                INPUT_PRECISION,
+            )
     return m_i, l_i, acc
 
 
@@ -229,7 +304,8 @@ def attend(
 # of BLOCK_N keys. Queries may be packed: q and out then have a batch of one, and tiles_ptr lists
 # nQ tiles of at most BLOCK_Q queries, each of one sequence, in place of rows of blocks. Strides of
 # k and v are in units of ALIGN elements, those of q and out in units of ALIGN_Q: the product tells
-# the compiler how wide it may load, while the strides stay run-time values.
+# the compiler how wide it may load, while the strides stay run-time values. Quantised keys and
+# values are int16 units, and D and DV still count their elements.
 @triton.jit(do_not_specialize=RUN_TIME, do_not_specialize_on_alignment=ANY_ADDRESS)
 def _decode_kernel(
     q_ptr,  # [B, Hq, Lq, D]
@@ -247,6 +323,20 @@ def _decode_kernel(
     stride_vh: tl.int64,
     stride_vn: tl.int64,
     stride_vd,
+    qc_ptr,  # [B, Hq, Lq] float32, scales of a quantised q, or None
+    stride_qcb: tl.int64,
+    stride_qch: tl.int64,
+    stride_qcl: tl.int64,
+    kc_ptr,  # [B or 1, Hkv, Lkv, groups], coefficients of quantised keys, or None
+    stride_kcb: tl.int64,
+    stride_kch: tl.int64,
+    stride_kcn: tl.int64,
+    stride_kcg: tl.int64,
+    vc_ptr,  # [B or 1, Hkv, Lkv, groups], those of values
+    stride_vcb: tl.int64,
+    stride_vch: tl.int64,
+    stride_vcn: tl.int64,
+    stride_vcg: tl.int64,
     bias_ptr,  # [B, Hq, Lq, Lkv], or None
     stride_bb: tl.int64,
     stride_bh: tl.int64,
@@ -261,7 +351,7 @@ def _decode_kernel(
     stride_ol: tl.int64,
     lse_ptr,  # [B, Hq, Lq] float32, or None
     max_ptr,  # [B, Hq, Lq] float32, or None
-    acc_ptr,  # [parts, DV] float32, then m and l, [parts] each; a program has TG * TQ parts
+    acc_ptr,  # [parts, DV], float32 or float64, m and l, [parts] each; TG * TQ parts a program
     parts: tl.int64,
     kv_len_ptr,  # [B], or None
     stride_kv_len: tl.int64,
@@ -308,9 +398,18 @@ def _decode_kernel(
     ONE_QUERY: tl.constexpr,  # BLOCK_Q == 1
     ONE_TILE: tl.constexpr,  # nQ == 1, and one tile holds a list's queries and heads
     ROWS: tl.constexpr,  # power of two, at least rows, to balance items over rows; or 0
-    ALIGN: tl.constexpr,
+    ALIGN_K: tl.constexpr,
+    ALIGN_V: tl.constexpr,
     ALIGN_Q: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
+    Q_FORMAT: tl.constexpr,
+    K_FORMAT: tl.constexpr,  # of quantised keys, see `flexdecode.kernels.quantized`; or ""
+    K_COEFFICIENTS: tl.constexpr,
+    K_GROUPS: tl.constexpr,
+    V_FORMAT: tl.constexpr,
+    V_COEFFICIENTS: tl.constexpr,
+    V_GROUPS: tl.constexpr,
+    ASSEMBLY: tl.constexpr,  # CUDA instructions may be written out
     D: tl.constexpr,
     D_0: tl.constexpr,
     D_1: tl.constexpr,
@@ -388,7 +487,13 @@ def _decode_kernel(
         real = (offs_m < TG * TQ) & (head < G) & (row < last_row)
     head = head_kv * G + head
     q_rows = (table_b * stride_qb + head * stride_qh + row * stride_ql) * ALIGN_Q
-    q = load_pieces(q_ptr, q_rows, stride_qd, real, D, D_0, D_1)
+    if K_FORMAT == "":
+        q = load_pieces(q_ptr, q_rows, stride_qd, real, D, D_0, D_1)
+    else:
+        q = load_columns(q_ptr, q_rows, stride_qd, real, K_FORMAT, K_GROUPS, D)
+    if Q_FORMAT != "":
+        q = decode_queries(q, Q_FORMAT)
+    DTYPE: tl.constexpr = q[0].dtype
 
     # -- my share of the active blocks, full ones first ----
     kv_len = load_kv_len(lengths, b64, None)
@@ -403,12 +508,12 @@ def _decode_kernel(
         return
 
     # -- where my keys, biases and blocks are ----
-    k_ptr += head_kv * stride_kh * ALIGN
-    v_ptr += head_kv * stride_vh * ALIGN
-    stride_kb = stride_kb * ALIGN
-    stride_kn = stride_kn * ALIGN
-    stride_vb = stride_vb * ALIGN
-    stride_vn = stride_vn * ALIGN
+    k_ptr += head_kv * stride_kh * ALIGN_K
+    v_ptr += head_kv * stride_vh * ALIGN_V
+    stride_kb = stride_kb * ALIGN_K
+    stride_kn = stride_kn * ALIGN_K
+    stride_vb = stride_vb * ALIGN_V
+    stride_vn = stride_vn * ALIGN_V
     pages = None
     if PAGE_SIZE > 0:
         if kv_start_ptr is None:
@@ -422,6 +527,22 @@ def _decode_kernel(
             start = load_kv_start(lengths, b64)
             k_ptr += start * stride_kn
             v_ptr += start * stride_vn
+            if is_by_row(K_COEFFICIENTS):
+                kc_ptr += start * stride_kcn
+            if is_by_row(V_COEFFICIENTS):
+                vc_ptr += start * stride_vcn
+    k_coefficients = None
+    if is_by_row(K_COEFFICIENTS):
+        kc_ptr += head_kv * stride_kch
+        if PAGE_SIZE == 0:
+            kc_ptr += b64 * stride_kcb
+        k_coefficients = (kc_ptr, stride_kcb, stride_kcn, stride_kcg)
+    v_coefficients = None
+    if is_by_row(V_COEFFICIENTS):
+        vc_ptr += head_kv * stride_vch
+        if PAGE_SIZE == 0:
+            vc_ptr += b64 * stride_vcb
+        v_coefficients = (vc_ptr, stride_vcb, stride_vcn, stride_vcg)
     WHOLE_PAGES: tl.constexpr = (
         PAGE_SIZE > 0
         and PAGE_SIZE % BLOCK_N == 0
@@ -455,13 +576,27 @@ def _decode_kernel(
 
     # Drops nothing; keeps the compiler from waiting for q before the keys' addresses are known.
     q = drop_rows(q, real)
+    q_sums = None
+    if K_COEFFICIENTS == "words":
+        q_sums = sum_groups(q, K_FORMAT, K_GROUPS, D)
+    if K_FORMAT != "" and not is_by_row(K_COEFFICIENTS):
+        scale = scale * grain(K_FORMAT, DTYPE)
+    if K_COEFFICIENTS == "head":
+        scale = scale * tl.load(kc_ptr + head_kv * stride_kch).to(tl.float32)
+    if qc_ptr is not None:
+        qc_rows = table_b * stride_qcb + head * stride_qch + row * stride_qcl
+        scale = (scale * tl.load(qc_ptr + qc_rows, mask=real, other=0.0))[:, None]
 
     # -- attend: full blocks with neither mask nor bounds, partial ones with both ----
     m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     # Warps share the rows of a small tile: its sums stay apart for each lane until the end, which
     # saves an exchange between warps in every step. A large tile has no registers for that.
     l_i = tl.zeros((BLOCK_M, BLOCK_N if BLOCK_M <= 32 else 1), tl.float32)
-    carry = (m_i, l_i, zero_pieces(BLOCK_M, DV_0, DV_1))
+    if V_FORMAT == "":
+        carry = (m_i, l_i, zero_pieces(BLOCK_M, DV_0, DV_1))
+    else:
+        acc = zero_output(BLOCK_M, BLOCK_N, V_FORMAT, V_COEFFICIENTS, V_GROUPS, DV)
+        carry = (m_i, l_i, acc)
     if kv_num_blocks_ptr is None or full_kv_num_blocks_ptr is not None:
         carry = attend(
             carry,
@@ -479,6 +614,9 @@ def _decode_kernel(
             stride_vb,
             stride_vn,
             stride_vd,
+            k_coefficients,
+            q_sums,
+            v_coefficients,
             pages,
             bias_rows,
             stride_bn,
@@ -496,6 +634,13 @@ def _decode_kernel(
             ASK_FULL=ASK_FULL,
             CHECK_BOUNDS=not EXACT,
             INPUT_PRECISION=INPUT_PRECISION,
+            K_FORMAT=K_FORMAT,
+            K_COEFFICIENTS=K_COEFFICIENTS,
+            K_GROUPS=K_GROUPS,
+            V_FORMAT=V_FORMAT,
+            V_COEFFICIENTS=V_COEFFICIENTS,
+            V_GROUPS=V_GROUPS,
+            ASSEMBLY=ASSEMBLY,
             D=D,
             D_0=D_0,
             D_1=D_1,
@@ -524,6 +669,9 @@ def _decode_kernel(
         stride_vb,
         stride_vn,
         stride_vd,
+        k_coefficients,
+        q_sums,
+        v_coefficients,
         pages,
         bias_rows,
         stride_bn,
@@ -541,6 +689,13 @@ def _decode_kernel(
         ASK_FULL=ASK_FULL,
         CHECK_BOUNDS=True,
         INPUT_PRECISION=INPUT_PRECISION,
+        K_FORMAT=K_FORMAT,
+        K_COEFFICIENTS=K_COEFFICIENTS,
+        K_GROUPS=K_GROUPS,
+        V_FORMAT=V_FORMAT,
+        V_COEFFICIENTS=V_COEFFICIENTS,
+        V_GROUPS=V_GROUPS,
+        ASSEMBLY=ASSEMBLY,
         D=D,
         D_0=D_0,
         D_1=D_1,
@@ -555,6 +710,11 @@ def _decode_kernel(
     )
     m_i, l_i, acc = carry
     l_i = tl.sum(l_i, 1)  # [BLOCK_M]
+    if V_FORMAT != "":
+        factor = grain(V_FORMAT, value_dtype(V_FORMAT, DTYPE))
+        if V_COEFFICIENTS == "head":
+            factor = factor * tl.load(vc_ptr + head_kv * stride_vch).to(tl.float32)
+        acc = finish_output(acc, factor, V_FORMAT, V_COEFFICIENTS, V_GROUPS, DV)
 
     # -- the result, or this split's part of it ----
     out_row = (table_b * Hkv * G + head) * Lq + row  # [BLOCK_M], of [B, Hq, Lq]
@@ -564,7 +724,11 @@ def _decode_kernel(
             sink = tl.load(sinks_ptr + head, mask=real, other=0.0)
         factor, lse, m = finish_rows(m_i, l_i, sink)
         out_rows = (table_b * stride_ob + head * stride_oh + row * stride_ol) * ALIGN_Q
-        store_pieces(out_ptr, out_rows, real, scale_pieces(acc, factor), DV, DV_0, DV_1)
+        if V_FORMAT == "":
+            store_pieces(out_ptr, out_rows, real, scale_pieces(acc, factor), DV, DV_0, DV_1)
+        else:
+            acc = scale_pieces(acc, factor)
+            store_columns(out_ptr, out_rows, real, acc, V_FORMAT, V_GROUPS, DV)
         if lse_ptr is not None:
             tl.store(lse_ptr + out_row, lse, mask=real)
         if max_ptr is not None:
@@ -572,6 +736,9 @@ def _decode_kernel(
     else:
         part = pid.to(tl.int64) * (TG * TQ) + offs_m  # [BLOCK_M]
         m_ptr = acc_ptr + parts * DV
-        store_pieces(acc_ptr, part * DV, real, acc, DV, DV_0, DV_1)
+        if V_FORMAT == "":
+            store_pieces(acc_ptr, part * DV, real, acc, DV, DV_0, DV_1)
+        else:
+            store_columns(acc_ptr, part * DV, real, acc, V_FORMAT, V_GROUPS, DV)
         tl.store(m_ptr + part, m_i, mask=real)
         tl.store(m_ptr + parts + part, l_i, mask=real)

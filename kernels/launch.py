@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from flexdecode.kernels.call import DecodeCall, Mod, vector_stride
+from flexdecode.kernels.call import Codes, DecodeCall, Mod, vector_stride
 from flexdecode.kernels.configs import MIN_TILE, DecodeConfig, next_power_of_2, split_dim
 from flexdecode.kernels.decode import _decode_kernel
 from flexdecode.kernels.layout import Layout
 from flexdecode.kernels.reduce import _reduce_kernel
 
 NO_MOD = Mod(None)
+NOT_QUANTIZED = Codes("", "", 1, None)
 
 
 # Compiled variants by kernel, constants, options and what `run_plan` finds in a call.
@@ -70,7 +71,7 @@ class Plan:
     sizes, numbering : tuple of int
         Head counts, lengths and tile sizes; then the layout; as both kernels take them.
     parts, scratch : int
-        Rows of partial results, and float32 elements of the buffer that holds them.
+        Rows of partial results, and elements of the buffer that holds them.
     decode, reduce : Launch
         ``reduce`` is None where every row has one item.
     """
@@ -80,6 +81,9 @@ class Plan:
     strides_q: tuple[int, ...]
     strides_k: tuple[int, ...]
     strides_v: tuple[int, ...]
+    strides_q_scale: tuple[int, ...]
+    strides_k_codes: tuple[int, ...]
+    strides_v_codes: tuple[int, ...]
     strides_out: tuple[int, ...]
     strides_bias: tuple[int, ...]
     strides_state: tuple[int, ...]
@@ -99,7 +103,7 @@ def make_plan(call: DecodeCall, config: DecodeConfig) -> Plan:
     q, k, v, out, tables = call.q, call.k, call.v, call.out, call.tables
     _, Hq, Lq, D = q.shape
     Hkv = k.shape[1]
-    Dv = v.shape[3]
+    Dv = out.shape[3]
     BLOCK_Q, KV_BLOCK = call.block_size(config.BLOCK_N)
     heads = Hkv if tables is not None and tables.kv_num_blocks.shape[1] > 1 else 1
     layout = Layout.of(
@@ -114,11 +118,12 @@ def make_plan(call: DecodeCall, config: DecodeConfig) -> Plan:
     )
     several = config.plan_rows > 0 or config.num_splits > 1
     outer_k, outer_v, outer_q, outer_out = map(outer_strides, (k, v, q, out))
-    align = math.gcd(16, *outer_k, *outer_v)
+    align_k, align_v = math.gcd(16, *outer_k), math.gcd(16, *outer_v)
     align_q = math.gcd(16, *outer_q, *outer_out)
     D_0, D_1 = split_dim(D)
     DV_0, DV_1 = split_dim(Dv)
     tf32 = q.dtype == torch.float32 and call.tf32
+    k_codes, v_codes = call.k_codes or NOT_QUANTIZED, call.v_codes or NOT_QUANTIZED
     state = tables.block_state if tables is not None else None
     decode = Launch(
         _decode_kernel,
@@ -137,9 +142,18 @@ def make_plan(call: DecodeCall, config: DecodeConfig) -> Plan:
             and layout.nQ == 1
             and layout.inner * layout.heads == Hkv,
             "ROWS": config.plan_rows,
-            "ALIGN": align,
+            "ALIGN_K": align_k,
+            "ALIGN_V": align_v,
             "ALIGN_Q": align_q,
             "INPUT_PRECISION": "tf32" if tf32 else "ieee",
+            "Q_FORMAT": call.q_format,
+            "K_FORMAT": k_codes.format,
+            "K_COEFFICIENTS": k_codes.kind,
+            "K_GROUPS": k_codes.groups,
+            "V_FORMAT": v_codes.format,
+            "V_COEFFICIENTS": v_codes.kind,
+            "V_GROUPS": v_codes.groups,
+            "ASSEMBLY": call.assembly,
             "D": D,
             "D_0": D_0,
             "D_1": D_1,
@@ -175,8 +189,11 @@ def make_plan(call: DecodeCall, config: DecodeConfig) -> Plan:
         config=config,
         layout=layout,
         strides_q=(*(stride // align_q for stride in outer_q), q.stride(3)),
-        strides_k=(*(stride // align for stride in outer_k), k.stride(3)),
-        strides_v=(*(stride // align for stride in outer_v), v.stride(3)),
+        strides_k=(*(stride // align_k for stride in outer_k), k.stride(3)),
+        strides_v=(*(stride // align_v for stride in outer_v), v.stride(3)),
+        strides_q_scale=outer_strides(call.q_scale) if call.q_scale is not None else (0, 0, 0),
+        strides_k_codes=coefficient_strides(k_codes),
+        strides_v_codes=coefficient_strides(v_codes),
         strides_out=tuple(stride // align_q for stride in outer_out),
         strides_bias=tuple(call.bias.stride()) if call.bias is not None else (0, 0, 0, 0),
         strides_state=state_strides(state) if state is not None else (0, 0, 0),
@@ -219,7 +236,7 @@ def run_plan(plan: Plan, call: DecodeCall) -> None:
     page_table = call.page_table
     parts = plan.parts
     if parts:
-        scratch = torch.empty(plan.scratch, dtype=torch.float32, device=out.device)
+        scratch = torch.empty(plan.scratch, dtype=call.partial_dtype, device=out.device)
     else:
         scratch = _nothing(out.device)
     bias, sinks, lse, max_scores = call.bias, call.sinks, call.lse, call.max_scores
@@ -232,8 +249,15 @@ def run_plan(plan: Plan, call: DecodeCall) -> None:
         out,
         *[x for x in (*score_mod.args, *mask_mod.args) if type(x) is not float],
     )
+    k_codes, v_codes = call.k_codes or NOT_QUANTIZED, call.v_codes or NOT_QUANTIZED
     key = (
         q.dtype,
+        k.dtype,
+        v.dtype,
+        call.q_scale is None,
+        _kind(k_codes.coefficients),
+        _kind(v_codes.coefficients),
+        _kind(scratch),
         plan.last_strides,
         _kind(bias),
         _kind(sinks),
@@ -259,6 +283,12 @@ def run_plan(plan: Plan, call: DecodeCall) -> None:
             *plan.strides_k,
             v,
             *plan.strides_v,
+            call.q_scale,
+            *plan.strides_q_scale,
+            k_codes.coefficients,
+            *plan.strides_k_codes,
+            v_codes.coefficients,
+            *plan.strides_v_codes,
             bias,
             *plan.strides_bias,
             sinks,
@@ -361,6 +391,13 @@ def decode(call: DecodeCall, config: DecodeConfig) -> Plan:
 def outer_strides(x: Tensor) -> tuple[int, ...]:
     """Return (sequence, head, token) strides in elements, 0 along an axis that has one entry."""
     return tuple(x.stride(axis) if x.shape[axis] > 1 else 0 for axis in range(3))
+
+
+def coefficient_strides(codes: Codes) -> tuple[int, ...]:
+    """Return (sequence, head, token, group) strides of coefficients."""
+    if codes.coefficients is None:
+        return 0, 0, 0, 0
+    return (*outer_strides(codes.coefficients), codes.coefficients.stride(3))
 
 
 def state_strides(state: Tensor) -> tuple[int, int, int]:

@@ -17,13 +17,14 @@ fp8 types do not exist everywhere, and conversion instructions are slower where 
 
 Formats are named "e4m3", "e5m2", "int8", "int4" (nibble j of unit c is element c + j * D / 4) and
 "int4_rows" (element 4 * c + j); "" is a tensor that is not quantised. Coefficients are "words"
-(int32: scale and shift, float16), "scales" (floats) or "" (none, or a scale that the caller
-applies).
+(int32: scale and shift, float16), "scales" (floats), or, without a row in the loop, "head" (one
+scale, a float) or "".
 """
 
 import triton
 import triton.language as tl
 
+from flexdecode.kernels.pages import page_rows
 from flexdecode.kernels.tiles import dot, load_piece
 
 # -- decoding ----
@@ -160,6 +161,18 @@ def grain(FORMAT, DTYPE):
 
 
 @triton.constexpr_function
+def value_dtype(FORMAT, DTYPE):
+    """What values are decoded to: float16 has no room for codes of e5m2 and weights beside them."""
+    return tl.bfloat16 if FORMAT == "e5m2" and DTYPE == tl.float16 else DTYPE
+
+
+@triton.constexpr_function
+def is_by_row(COEFFICIENTS):
+    """Whether the loop reads coefficients."""
+    return COEFFICIENTS in ("words", "scales")
+
+
+@triton.constexpr_function
 def assembly(FORMAT, DTYPE):
     """CUDA instructions that decode two units."""
     wide, half = {
@@ -223,27 +236,57 @@ def decode_one(bits, PLACE: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.conste
 
 
 @triton.jit
-def load_scales(ptr, rows, lane, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+def load_scales(coefficients, lane, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
     """Return the scales of some rows' decoded codes, float32 [BLOCK_N]; 0 where lane is false."""
+    ptrs = coefficients[0] + coefficients[1]
     if lane is None:
-        scale = tl.load(ptr + rows)
+        scale = tl.load(ptrs)
     else:
-        scale = tl.load(ptr + rows, mask=lane, other=0.0)
+        scale = tl.load(ptrs, mask=lane, other=0.0)
     return scale.to(tl.float32) * grain(FORMAT, DTYPE)
 
 
 @triton.jit
-def load_words(ptr, rows, lane, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+def load_words(coefficients, GROUP: tl.constexpr, lane, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
     """Return the scales and shifts of some rows' decoded codes, float32 [BLOCK_N] each."""
+    ptrs = coefficients[0] + coefficients[1]
+    if GROUP > 0:
+        ptrs += GROUP * coefficients[2]
     if lane is None:
-        word = tl.load(ptr + rows)
+        word = tl.load(ptrs)
     else:
-        word = tl.load(ptr + rows, mask=lane, other=0)
+        word = tl.load(ptrs, mask=lane, other=0)
     scale = (word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     shift = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     if is_int4(FORMAT):
         shift += scale * 8.0
     return scale * grain(FORMAT, DTYPE), shift
+
+
+@triton.jit
+def coefficients_at(
+    coefficients,  # (pointer at this head, strides of sequence or page, key and group), or None
+    page,  # from `find_pages`, or None
+    pages,
+    start_n,
+    offs_n,
+    PAGE_SIZE: tl.constexpr,
+    WHOLE_PAGES: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Where the coefficients of a unit of keys are: a pointer, and [BLOCK_N] from there."""
+    if coefficients is None:
+        return None
+    else:
+        ptr, stride_b, stride_n, stride_group = coefficients
+        if PAGE_SIZE == 0:
+            start = start_n.to(tl.int64) * stride_n
+            rows = offs_n.to(tl.int64) * stride_n
+        else:
+            start, rows = page_rows(
+                page, pages, start_n, offs_n, stride_b, stride_n, PAGE_SIZE, WHOLE_PAGES, ALIGNED
+            )
+        return ptr + start, rows, stride_group
 
 
 # -- pieces: which columns a tile of units holds. All of these are worked out by the compiler. ----
@@ -371,6 +414,15 @@ def store_columns(
 
 
 @triton.jit
+def decode_queries(pieces, FORMAT: tl.constexpr):
+    """Numbers of queries whose codes are bytes: bfloat16 holds them exactly."""
+    decoded = ()
+    for piece in tl.static_range(len(pieces)):
+        decoded += (decode_one(pieces[piece].to(tl.int32), 0, FORMAT, tl.bfloat16),)
+    return decoded
+
+
+@triton.jit
 def sum_groups(q, FORMAT: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr):
     """Sum the elements of query rows over each group: a tuple of [BLOCK_M], float32."""
     sums = ()
@@ -389,9 +441,7 @@ def quantized_scores(
     q_sums,  # of its groups, [BLOCK_M], where coefficients are words
     ptr,  # units, int16, at the first key
     rows,  # [BLOCK_N], int64
-    coefficients_ptr,  # at the first key
-    coefficient_rows,  # [BLOCK_N], int64
-    stride_group,
+    coefficients,  # from `coefficients_at`
     lane,  # [BLOCK_N], int1, or None where every row may be read
     FORMAT: tl.constexpr,
     COEFFICIENTS: tl.constexpr,
@@ -402,7 +452,7 @@ def quantized_scores(
 ):
     """Inner products of query rows with quantised key rows, float32, [BLOCK_M, BLOCK_N].
 
-    Without coefficients they are in grains, see `grain`.
+    Without coefficients of rows they are in grains and in units of the head's scale.
     """
     DTYPE: tl.constexpr = q[0].dtype
     tiles = ()
@@ -416,14 +466,11 @@ def quantized_scores(
         for piece in tl.static_range(count_pieces(FORMAT, GROUPS, D)):
             if piece_group(FORMAT, GROUPS, D, piece) == group:
                 product = dot(q[piece], tl.trans(tiles[piece]), product, INPUT_PRECISION)
-        ptr_of_group = coefficients_ptr
-        if group > 0:
-            ptr_of_group = coefficients_ptr + group * stride_group
         if COEFFICIENTS == "words":
-            scale, shift = load_words(ptr_of_group, coefficient_rows, lane, FORMAT, DTYPE)
+            scale, shift = load_words(coefficients, group, lane, FORMAT, DTYPE)
             product = product * scale[None, :] + q_sums[group][:, None] * shift[None, :]
         elif COEFFICIENTS == "scales":
-            scale = load_scales(ptr_of_group, coefficient_rows, lane, FORMAT, DTYPE)
+            scale = load_scales(coefficients, lane, FORMAT, DTYPE)
             product = product * scale[None, :]
         if group > 0:
             qk += product
@@ -445,7 +492,10 @@ def load_units(
     """One tile of units of some rows, int16."""
     START: tl.constexpr = tile_start(FORMAT, GROUPS, DIM, TILE)
     END: tl.constexpr = START + tile_width(FORMAT, GROUPS, DIM, TILE)
-    return load_piece(ptr, rows, 1, lane, START, END, tile_size(FORMAT, GROUPS, DIM, TILE))
+    SIZE: tl.constexpr = tile_size(FORMAT, GROUPS, DIM, TILE)
+    # Interleaved rows begin with their coefficients. Their address, not the codes', is aligned.
+    SKIP: tl.constexpr = 2 * GROUPS if FORMAT == "int4_rows" else 0
+    return load_piece(ptr, rows, 1, lane, START + SKIP, END + SKIP, SIZE)
 
 
 # -- output: a tuple of the pieces, then of each group's sums of p * shift ----
@@ -479,9 +529,7 @@ def accumulate_quantized(
     p,  # [BLOCK_M, BLOCK_N], float32
     ptr,  # units, int16, at the first key
     rows,  # [BLOCK_N], int64
-    coefficients_ptr,  # at the first key
-    coefficient_rows,  # [BLOCK_N], int64
-    stride_group,
+    coefficients,  # from `coefficients_at`
     lane,  # [BLOCK_N], int1, or None where every row may be read
     seen,  # [BLOCK_N], int1, or None: what is not seen may hold NaN
     FORMAT: tl.constexpr,
@@ -497,12 +545,9 @@ def accumulate_quantized(
     weights = ()  # of each group
     sums = ()
     for group in tl.static_range(GROUPS):
-        ptr_of_group = coefficients_ptr
-        if group > 0:
-            ptr_of_group = coefficients_ptr + group * stride_group
         weight = p
         if COEFFICIENTS == "words":
-            scale, shift = load_words(ptr_of_group, coefficient_rows, lane, FORMAT, DTYPE)
+            scale, shift = load_words(coefficients, group, lane, FORMAT, DTYPE)
             if seen is not None:
                 scale = tl.where(seen, scale, 0.0)
                 shift = tl.where(seen, shift, 0.0)
@@ -512,7 +557,7 @@ def accumulate_quantized(
                 shifted = tl.sum(shifted, 1, keep_dims=True)
             sums += (acc[PIECES + group] * alpha[:, None] + shifted,)
         elif COEFFICIENTS == "scales":
-            scale = load_scales(ptr_of_group, coefficient_rows, lane, FORMAT, DTYPE)
+            scale = load_scales(coefficients, lane, FORMAT, DTYPE)
             if seen is not None:
                 scale = tl.where(seen, scale, 0.0)
             weight = p * scale[None, :]
@@ -533,12 +578,16 @@ def accumulate_quantized(
 @triton.jit
 def finish_output(
     acc,
+    factor,
     FORMAT: tl.constexpr,
     COEFFICIENTS: tl.constexpr,
     GROUPS: tl.constexpr,
     DV: tl.constexpr,
 ):
-    """Add what the shifts contribute, and return the pieces of [BLOCK_M, DV] alone."""
+    """Add what the shifts contribute, and return the pieces of [BLOCK_M, DV] alone.
+
+    `factor` multiplies what has no coefficients of its own.
+    """
     PIECES: tl.constexpr = count_pieces(FORMAT, GROUPS, DV)
     pieces = ()
     for piece in tl.static_range(PIECES):
@@ -546,5 +595,7 @@ def finish_output(
         if COEFFICIENTS == "words":
             shifted = acc[PIECES + piece_group(FORMAT, GROUPS, DV, piece)]
             found += tl.sum(shifted, 1, keep_dims=True)
+        elif COEFFICIENTS != "scales":
+            found = found * factor
         pieces += (found,)
     return pieces

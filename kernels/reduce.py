@@ -32,7 +32,7 @@ ANY_ADDRESS = (
 # decode kernel did.
 @triton.jit(do_not_specialize=RUN_TIME, do_not_specialize_on_alignment=ANY_ADDRESS)
 def _reduce_kernel(
-    acc_ptr,  # [parts, DV] float32, then m in log2 and l, [parts] each
+    acc_ptr,  # [parts, DV] float32 or float64, then m in log2 and l, [parts] each
     parts: tl.int64,
     sinks_ptr,  # [Hq], or None
     out_ptr,  # [B, Hq, Lq, DV]
@@ -129,9 +129,10 @@ def _reduce_kernel(
     l_ptr = m_ptr + parts
     offs_s = tl.arange(0, SPLITS)
     offs_d = tl.arange(0, BLOCK_DV)
-    m_i = tl.full((1,), float("-inf"), tl.float32)
-    l_i = tl.zeros((1,), tl.float32)
-    acc = tl.zeros((1, BLOCK_DV), tl.float32)
+    PARTIAL: tl.constexpr = acc_ptr.dtype.element_ty
+    m_i = tl.full((1,), float("-inf"), PARTIAL)
+    l_i = tl.zeros((1,), PARTIAL)
+    acc = tl.zeros((1, BLOCK_DV), PARTIAL)
     for start in tl.range(0, loop_bound(working), SPLITS):
         written = start + offs_s < working  # [SPLITS]
         part = first_part + (start + offs_s) * stride_part
@@ -155,7 +156,7 @@ def _reduce_kernel(
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head + tl.arange(0, 1))
     factor, lse, m = finish_rows(m_i, l_i, sink)
-    out = acc * factor[:, None]
+    out = (acc * factor[:, None]).to(tl.float32)
     out_ptrs = (
         out_ptr + (table_b * stride_ob + head * stride_oh + row * stride_ol) + offs_d[None, :]
     )

@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-untyped-decorators, disable-error-code=assignment
 """Tile helpers: the words in which the decode kernel and the reduction are written.
 
 Head dims of any size are held as one or two power-of-two *pieces* (96 = 64 + 32, 576 = 512 + 64);
@@ -203,20 +203,19 @@ def accumulate_pieces(acc, alpha, p, v, INPUT_PRECISION: tl.constexpr):
 @triton.jit
 def scale_pieces(acc, factor):
     """Multiply each row of a tuple of pieces by its factor."""
-    if len(acc) == 2:
-        return (acc[0] * factor[:, None], acc[1] * factor[:, None])
-    else:
-        return (acc[0] * factor[:, None],)
+    scaled = ()
+    for piece in tl.static_range(len(acc)):
+        scaled += (acc[piece] * factor[:, None],)
+    return scaled
 
 
 @triton.jit
 def drop_rows(pieces, keep):
     """Replace the rows of a tile that are not kept by zeros, whatever they hold."""
-    piece_0 = tl.where(keep[:, None], pieces[0], 0.0)
-    if len(pieces) == 2:
-        return (piece_0, tl.where(keep[:, None], pieces[1], 0.0))
-    else:
-        return (piece_0,)
+    kept = ()
+    for piece in tl.static_range(len(pieces)):
+        kept += (tl.where(keep[:, None], pieces[piece], 0.0),)
+    return kept
 
 
 @triton.jit

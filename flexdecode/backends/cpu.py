@@ -14,6 +14,7 @@ References
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from flexdecode.caches import Cache, CachePart
 from flexdecode.evaluate import evaluate
 from flexdecode.packed import run_by_runs
 from flexdecode.problem import Request, Result
+from flexdecode.quantization import QuantizedTensor, as_tensor
 from flexdecode.rows import Allowed, Places, Rows, Uncut, scored
 from flexdecode.softmax import State, attended
 from flexdecode.tables import FULL, PARTIAL
@@ -52,11 +54,13 @@ def run(request: Request) -> Result:
         ``lse`` and ``max_scores`` in float32.
     """
     problem = request.problem
+    if isinstance(request.q, QuantizedTensor):
+        request = dataclasses.replace(request, q=as_tensor(request.q))
     if problem.packed is not None:
         return run_by_runs(request, run)
     if not (problem.B and problem.Lq):
-        rows = request.q.new_zeros((problem.B, problem.Hq, problem.Lq), dtype=torch.float32)
-        out = request.q.new_zeros((*rows.shape, problem.Dv))
+        rows = torch.zeros(problem.B, problem.Hq, problem.Lq, device=problem.device)
+        out = torch.zeros(*rows.shape, problem.Dv, dtype=problem.dtype, device=problem.device)
         return Result(out, rows if request.want_lse else None, rows if request.want_max else None)
     kind = problem.device.type
     rounds = torch.is_autocast_enabled(kind)  # every product, to 16 bits
@@ -125,7 +129,8 @@ class _Tile:
         stop = min(start + call.tile_q, problem.Lq)
         self.call, self.start, self.T = call, start, stop - start
         self.M = problem.G * self.T
-        q = request.q if self.T == problem.Lq else request.q[:, :, start:stop]
+        q = as_tensor(request.q)
+        q = q if self.T == problem.Lq else q[:, :, start:stop]
         q = q.float() * problem.scale
         self.q = q.reshape(problem.B, problem.Hkv, self.M, problem.D)
         self.bias = None

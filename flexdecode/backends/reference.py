@@ -6,6 +6,8 @@ authoritative (fixed masks); they are then spread out to a dense membership.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,7 @@ from flexdecode.caches import Cache
 from flexdecode.evaluate import evaluate
 from flexdecode.packed import run_by_runs
 from flexdecode.problem import Problem, Request, Result
+from flexdecode.quantization import QuantizedTensor, as_tensor
 
 __all__ = ["run"]
 
@@ -32,6 +35,8 @@ def run(request: Request) -> Result:
         ``out`` in the dtype of q; ``lse`` and ``max_scores`` in float64.
     """
     problem = request.problem
+    if isinstance(request.q, QuantizedTensor):
+        request = dataclasses.replace(request, q=as_tensor(request.q, torch.float64))
     if problem.packed is not None:
         return run_by_runs(request, run)
     B, Hq, Lq = problem.B, problem.Hq, problem.Lq
@@ -56,9 +61,10 @@ def _dense(request: Request, batch: slice, rows: slice) -> tuple[Tensor, Tensor,
     problem = request.problem
     device = problem.device
     n, Lq = batch.stop - batch.start, rows.stop - rows.start
-    q = request.q[batch, :, rows].double()  # [n, Hq, Lq, D]
+    q = as_tensor(request.q)[batch, :, rows].double()  # [n, Hq, Lq, D]
     k, v = (
-        Cache.of(x, problem).logical(batch, problem.Lkv).double() for x in (request.k, request.v)
+        Cache.of(x, problem, torch.float64).logical(batch, problem.Lkv).double()
+        for x in (request.k, request.v)
     )
     k = k.repeat_interleave(problem.G, dim=1)  # [n or 1, Hq, Lkv, D]
     v = v.repeat_interleave(problem.G, dim=1)  # [n or 1, Hq, Lkv, Dv]

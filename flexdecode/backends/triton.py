@@ -10,10 +10,11 @@ from torch import Tensor
 
 from flexdecode.codegen import Flavour, captures_moved, lower
 from flexdecode.device_tables import unite_heads
-from flexdecode.kernels.call import BlockTables, DecodeCall, Mod
+from flexdecode.kernels.call import BlockTables, Codes, DecodeCall, Mod
 from flexdecode.kernels.launch import Plan, decode, run_plan
-from flexdecode.plan import Lists, choose_plan, device_of, length_bucket
+from flexdecode.plan import Lists, choose_plan, device_of, length_bucket, storage_of
 from flexdecode.problem import Problem, Request, Result
+from flexdecode.quantization import QuantizedTensor
 from flexdecode.tables import Tables
 from flexdecode.trace import Traced
 
@@ -43,13 +44,8 @@ def run(request: Request) -> Result:
             "kernel_options['deterministic']: 'batch_invariant' is not supported by the triton "
             "backend yet (backend='cpu' has it); repeated calls give equal bits in any case"
         )
-    if options.get("partial_dtype", torch.float32) != torch.float32:
-        raise NotImplementedError(
-            "kernel_options['partial_dtype']: only torch.float32 is supported by the triton "
-            f"backend yet, got {options['partial_dtype']}"
-        )
     rows = (problem.q_batch, problem.Hq, problem.Lq)
-    out = torch.empty((*rows, problem.Dv), dtype=q.dtype, device=q.device)
+    out = torch.empty((*rows, problem.Dv), dtype=problem.dtype, device=q.device)
     lse = max_scores = None
     if request.want_lse:
         lse = torch.empty(rows, dtype=torch.float32, device=q.device)
@@ -57,11 +53,13 @@ def run(request: Request) -> Result:
         max_scores = torch.empty(rows, dtype=torch.float32, device=q.device)
     packed = problem.packed
     resolved, bias, sinks = request.resolved, request.bias, request.sinks
-    flavour = _flavour(q, options.get("approx"))
+    flavour = _flavour(problem, options.get("approx"))
+    k, k_codes = _units("k", request.k)
+    v, v_codes = _units("v", request.v)
     call = DecodeCall(
-        q=q,
-        k=request.k,
-        v=request.v,
+        q=q.codes.view(torch.uint8) if isinstance(q, QuantizedTensor) else q,
+        k=k,
+        v=v,
         out=out,
         scale=problem.scale,
         kv_len=problem.kv_len,
@@ -78,12 +76,18 @@ def run(request: Request) -> Result:
         bias=None if bias is None else bias.expand(*rows, problem.Lkv),
         sinks=None if sinks is None else sinks.contiguous(),
         tf32=bool(options.get("tf32", False)),
+        k_codes=k_codes,
+        v_codes=v_codes,
+        q_format="e4m3" if isinstance(q, QuantizedTensor) else "",
+        q_scale=_row_scales(q),
+        assembly=flavour in ("cuda", "cuda_fast"),
+        partial_dtype=options.get("partial_dtype", torch.float32),
     )
-    if q.is_cuda and q.device.index != torch.cuda.current_device():
+    if q.device.type == "cuda" and q.device.index != torch.cuda.current_device():
         with torch.cuda.device(q.device):
-            _launch(call, problem, options)
+            _launch(call, request)
     else:
-        _launch(call, problem, options)
+        _launch(call, request)
     return Result(out, lse, max_scores)
 
 
@@ -92,15 +96,18 @@ _plans: dict[tuple[Any, ...], Plan] = {}
 _MAX_PLANS = 1024
 
 
-def _launch(call: DecodeCall, problem: Problem, options: dict[str, Any]) -> None:
+def _launch(call: DecodeCall, request: Request) -> None:
     """Find or make the plan of `call`, and run it."""
+    problem, options = request.problem, request.options
     key = _signature(call, options)
     plan = _plans.get(key)
     if plan is not None:
         run_plan(plan, call)
         return
     lists = None if call.tables is None else Lists.of(call.tables)
-    config = choose_plan(problem, lists, call.k.element_size(), device_of(call.k.device), options)
+    config = choose_plan(
+        problem, lists, storage_of(request.k, request.v), device_of(problem.device), options
+    )
     plan = decode(call, config)
     if len(_plans) >= _MAX_PLANS:
         _plans.pop(next(iter(_plans)))
@@ -129,6 +136,9 @@ def _signature(call: DecodeCall, options: dict[str, Any]) -> tuple[Any, ...]:
         None if call.page_table is None else call.page_table.shape,
         None if call.tiles is None else (call.tiles.shape, call.BLOCK_Q),
         None if tables is None else tables.signature(),
+        None if call.k_codes is None else call.k_codes.signature(),
+        None if call.v_codes is None else call.v_codes.signature(),
+        None if call.q_scale is None else call.q_scale.stride(),
         call.tf32,
         tuple(options.items()) if options else None,
     )
@@ -140,13 +150,40 @@ def _mod(traced: Traced | None, flavour: Flavour, device: torch.device) -> Mod |
     return Mod(*lower(captures_moved(traced, device), flavour))
 
 
-def _flavour(q: Tensor, approx: bool | None) -> Flavour:
+_FORMATS = {"fp8": "e4m3", "fp8_e5m2": "e5m2", "int8": "int8"}
+
+
+def _units(name: str, x: Tensor | QuantizedTensor) -> tuple[Tensor, Codes | None]:
+    """Lay out k or v for the kernels: 16-bit units where it is quantised."""
+    if not isinstance(x, QuantizedTensor):
+        return x, None
+    rows = x.data if x.layout == "interleaved" else x.codes
+    if rows.element_size() == 1 and (x.shape[3] % 2 or any(x.stride(i) % 2 for i in range(3))):
+        raise ValueError(
+            f"{name}: expected an even head dim and even strides for {x.format} on the triton "
+            f"backend, got shape {list(x.shape)}, strides {[x.stride(i) for i in range(3)]}"
+        )
+    format = "int4_rows" if x.layout == "interleaved" else _FORMATS.get(str(x.format), "int4")
+    beside = x.coefficients
+    kind = ""
+    if beside is not None:
+        kind = "words" if beside.dtype == torch.int32 else "scales" if x.by_row else "head"
+    return rows.view(torch.int16), Codes(format, kind, x.groups, beside)
+
+
+def _row_scales(q: Tensor | QuantizedTensor) -> Tensor | None:
+    if not isinstance(q, QuantizedTensor) or q.coefficients is None:
+        return None
+    return q.coefficients[..., 0]
+
+
+def _flavour(problem: Problem, approx: bool | None) -> Flavour:
     """Hardware approximations serve 16-bit inputs, whose rounding hides them, and who asks."""
-    if not q.is_cuda:
+    if problem.device.type != "cuda":
         return "interpret"
     if torch.version.hip is not None:
         return "hip"
-    fast = q.dtype != torch.float32 if approx is None else approx
+    fast = problem.dtype != torch.float32 if approx is None else approx
     return "cuda_fast" if fast else "cuda"
 
 
