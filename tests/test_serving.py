@@ -108,3 +108,18 @@ def test_torch_flex_gives_the_same():
     paged = PagedEngine(model, slots=3, capacity=128, num_pages=100, page_size=16)
     dense = TorchFlexEngine(model, slots=3, capacity=128)
     assert serving.serve(dense, requests) == serving.serve(paged, requests)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_benchmark_of_models_runs(own, capsys):
+    from benchmarks import models
+
+    if not own:
+        pytest.importorskip("transformers", minversion="5")
+    providers = "--providers flexdecode,sdpa,flexdecode+window".split()
+    rows = models.main(["--tiny", "--replays", "1", *providers, *["--own"] * own])
+    assert len(rows) == 6
+    assert all(row.tokens_per_second > 0 for row in rows)
+    agreement = [float(row.note.split()[-1]) for row in rows if "rms" in row.note]
+    assert len(agreement) == 4 and max(agreement) < 1e-2
+    assert ("rms error of logits" in capsys.readouterr().out) is not own
