@@ -410,6 +410,7 @@ def _problem(
         offset=q_offset,
         kv_start=kv_start,
         page_table=page_table,
+        page_size=0 if page_table is None else k.shape[2],
     )
     if page_table is not None and checks.is_checking():
         slots = problem.kv_len_rows() + (0 if kv_start is None else kv_start)

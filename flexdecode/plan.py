@@ -112,6 +112,7 @@ def choose_plan(
         lists=several,
         ragged=ragged,
         stored=stored,
+        page_size=0 if problem.page_table is None else problem.page_size,
         options={name: options[name] for name in _TUNABLE if name in options},
     )
 

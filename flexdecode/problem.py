@@ -45,6 +45,8 @@ class Problem:
         First slot of each sequence; ``kv_len`` is a tensor then.
     page_table : Tensor [B, entries], int32, or None
         Pages of each sequence's slots.
+    page_size : int
+        Slots of a page, or 0.
     packed : PackedQueries or None
         Which rows of q are whose; q then has a batch of 1.
     first_b : int
@@ -69,6 +71,8 @@ class Problem:
     page_table: Tensor | None = None
     packed: PackedQueries | None = None
     first_b: int = 0
+
+    page_size: int = 0
 
     @property
     def q_batch(self) -> int:

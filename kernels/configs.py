@@ -173,6 +173,7 @@ def choose_config(
     lists: int = 1,
     ragged: bool = False,
     stored: Stored | None = None,
+    page_size: int = 0,
     options: Mapping[str, int] | None = None,
 ) -> DecodeConfig:
     """Choose tiles, warps, stages and splits for one call.
@@ -196,6 +197,8 @@ def choose_config(
         They differ because sequences do.
     stored : Stored, optional
         How K and V are kept, where quantised.
+    page_size : int, default 0
+        Slots of a page of the cache; 0 where it has none.
     options : mapping of str to int, optional
         Fixed choices: ``BLOCK_M``, ``BLOCK_N``, ``num_warps``, ``num_stages``, ``num_splits``.
 
@@ -253,9 +256,14 @@ def choose_config(
         device = replace(device, processors=device.processors * (DECODE_WARPS // loop.num_warps))
     num_splits = _choose_splits(programs, units, keys, device, options)
     wide = _unit(128, KV_BLOCK)
-    if loop.widens and wide > loop.BLOCK_N and plan_rows and not ragged:
-        # Scattered blocks: a block is one step, and its number is fetched once.
+    # A block is one step then, and its number, or those of many small pages, are fetched at once.
+    gains = page_size % loop.BLOCK_N != 0 if not plan_rows else not ragged
+    # Rows that may well stay whole, one to a processor, had better not meet in pairs on some.
+    gains = gains or (plan_rows > 0 and programs <= device.processors)
+    if loop.widens and wide > loop.BLOCK_N and gains:
         loop = replace(loop, BLOCK_N=wide, num_stages=3)
+    elif loop.widens and page_size % loop.BLOCK_N:
+        loop = replace(loop, num_stages=min(loop.num_stages, 3))
     # Two sizes only: each is a kernel of its own, and absent splits cost no memory traffic.
     reduce_splits = 16 if num_splits <= 16 else 64
     return DecodeConfig(
