@@ -7,6 +7,7 @@ time.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -136,6 +137,16 @@ class Extent:
     def for_kernels(self, mask: Traced) -> Extent:
         """`for_mask` without computing anything: kernels clamp lengths and derive positions."""
         uses = mask.graph.uses
+        found = self._reduced.get(uses)
+        if found is None:
+            found = self._reduced[uses] = self._for_uses(uses)
+        return found
+
+    @functools.cached_property
+    def _reduced(self) -> dict[frozenset[str], Extent]:
+        return {}
+
+    def _for_uses(self, uses: frozenset[str]) -> Extent:
         kv_len, q_offset = self.kv_len, self.q_offset
         if isinstance(kv_len, Tensor):
             kv_len = kv_len.expand(self.B)

@@ -268,9 +268,13 @@ def bind_mask(
 
 
 def _extent(bound: BoundMask, device: torch.device) -> Extent:
+    """What the tables are for: one object until an int that was bound changes."""
+    made: Extent | None = bound.__dict__.get("_extent")
+    if made is not None and made.kv_len is bound.kv_len:
+        return made
     assert bound.B is not None and bound.H is not None and bound.kv_len is not None
     assert bound.q_len is not None and bound.kv_capacity is not None
-    return Extent(
+    made = Extent(
         bound.B,
         bound.H,
         bound.q_len,
@@ -282,6 +286,8 @@ def _extent(bound: BoundMask, device: torch.device) -> Extent:
         kv_start=None if bound.kv_start is None else bound.kv_start.expand(bound.B),
         packed=bound.packed,
     )
+    object.__setattr__(bound, "_extent", made)
+    return made
 
 
 def _checked_length(kv_len: int, capacity: int | None) -> int:

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
-    from flexdecode.kernels.call import Mod
     from flexdecode.kernels.tables import TableBuffers
     from flexdecode.tables import Extent, Tables
     from flexdecode.trace import Traced
 
-__all__ = ["build_compact_device_tables", "build_device_tables", "unite_heads"]
+__all__ = [
+    "build_compact_device_tables",
+    "build_device_tables",
+    "unite_heads",
+    "update_device_tables",
+]
 
 _MANY_ELEMENTS = 1 << 24  # fewer are evaluated in no more time than intervals take
 _TALL_BLOCK = 8  # query rows from which on a block's corners are few beside its elements
@@ -24,38 +30,26 @@ _MOST_KEYS = 8192  # of a block: a program holds the mask of one query row over 
 _STRIP_STATES = 1 << 26  # block states held at a time while compact lists are made
 
 
-def build_device_tables(mask: Traced, extent: Extent, buffers: Tables | None = None) -> Tables:
-    """Build the tables of `extent`, or overwrite `buffers` of the same sizes with them.
+def build_device_tables(mask: Traced, extent: Extent) -> Tables:
+    """Build the tables of `extent`.
 
     Parameters
     ----------
     mask : Traced
     extent : Extent
-        Already reduced by `Extent.for_mask`.
-    buffers : Tables, optional
-        Padded tables with full lists, contiguous.
+        Already reduced by `Extent.for_kernels`.
 
     Returns
     -------
     Tables
         Padded: as wide as the grid. Entries past a count are undefined.
     """
-    from flexdecode.kernels.tables import TableBuffers
     from flexdecode.tables import Tables
 
     nQ, nKV = extent.num_blocks()
     shape = (extent.table_batch(), extent.H, nQ, nKV)
-    if buffers is None:
-        own = TableBuffers.empty(*shape, device=extent.device)
-    else:
-        full_num, full, state = (
-            buffers.full_kv_num_blocks,
-            buffers.full_kv_indices,
-            buffers.states,
-        )
-        assert full_num is not None and full is not None and state is not None
-        own = TableBuffers(state, buffers.kv_num_blocks, buffers.kv_indices, full_num, full)
-    _fill(mask, extent, own, tuple(buffers.unions.values()) if buffers is not None else ())
+    own = _kernels().TableBuffers.empty(*shape, device=extent.device)
+    _fill(mask, extent, own, ())
     return Tables(
         own.kv_num_blocks,
         own.kv_indices,
@@ -65,8 +59,16 @@ def build_device_tables(mask: Traced, extent: Extent, buffers: Tables | None = N
         nKV,
         True,
         own.state,
-        {} if buffers is None else buffers.unions,
+        laid_out={"buffers": own},
     )
+
+
+def update_device_tables(mask: Traced, extent: Extent, tables: Tables) -> None:
+    """Overwrite tables that `build_device_tables` made for an extent of these sizes.
+
+    Lists united for key heads follow: two launches in all, or one.
+    """
+    _fill(mask, extent, tables.laid_out["buffers"], tuple(tables.unions.values()))
 
 
 def build_compact_device_tables(mask: Traced, extent: Extent) -> Tables:
@@ -85,8 +87,9 @@ def build_compact_device_tables(mask: Traced, extent: Extent) -> Tables:
     -------
     Tables
     """
-    from flexdecode.kernels.tables import TableBuffers, launch_compact, launch_count
     from flexdecode.tables import Tables
+
+    kernels = _kernels()
 
     nQ, nKV = extent.num_blocks()
     shape = (extent.table_batch(), extent.H, nQ)
@@ -99,7 +102,7 @@ def build_compact_device_tables(mask: Traced, extent: Extent) -> Tables:
         for first in strips:
             part = states[: rows - first]
             _decide(mask, extent, part, first)
-            launch_count(part, *counts[:, first : first + most])
+            kernels.launch_count(part, *counts[:, first : first + most])
         widths = counts.amax(1).tolist() if rows else (0, 0)
         partial, full = (
             torch.zeros((rows, width), dtype=torch.int32, device=extent.device) for width in widths
@@ -110,7 +113,7 @@ def build_compact_device_tables(mask: Traced, extent: Extent) -> Tables:
                 _decide(mask, extent, part, first)
             here = slice(first, first + most)
             lists = [part, counts[0, here], partial[here], counts[1, here], full[here]]
-            launch_compact(TableBuffers(*(table[None, None] for table in lists)))
+            kernels.launch_compact(kernels.TableBuffers(*(table[None, None] for table in lists)))
     return Tables(
         counts[0].view(shape),
         partial.view(*shape, widths[0]),
@@ -125,7 +128,7 @@ def build_compact_device_tables(mask: Traced, extent: Extent) -> Tables:
 def unite_heads(tables: Tables, Hkv: int) -> TableBuffers:
     """Lists for each key head, of blocks that any query head of its group lists.
 
-    They are made once for given tables, and again whenever `build_device_tables` overwrites those.
+    They are made once for given tables, and again whenever `update_device_tables` overwrites those.
 
     Parameters
     ----------
@@ -139,17 +142,17 @@ def unite_heads(tables: Tables, Hkv: int) -> TableBuffers:
     TableBuffers
         ``state`` has Hq heads, the lists have Hkv.
     """
-    from flexdecode.kernels.tables import TableBuffers, launch_compact
     from flexdecode.tables import table_states
 
-    union = tables.unions.get(Hkv)
+    kernels = _kernels()
+    union: TableBuffers | None = tables.unions.get(Hkv)
     if union is None:
         states = table_states(tables) if tables.states is None else tables.states
         B, _, nQ, nKV = states.shape
         union = dataclasses.replace(
-            TableBuffers.empty(B, Hkv, nQ, nKV, states.device, states=False), state=states
+            kernels.TableBuffers.empty(B, Hkv, nQ, nKV, states.device, states=False), state=states
         )
-        launch_compact(union)
+        kernels.launch_compact(union)
         if tables.states is not None:  # given lists may change in place between two calls
             tables.unions[Hkv] = union
     return union
@@ -159,14 +162,14 @@ def _fill(
     mask: Traced, extent: Extent, buffers: TableBuffers, unions: Sequence[TableBuffers]
 ) -> None:
     """Write states and lists, by the way that takes less time."""
-    from flexdecode.kernels.tables import launch_compact, launch_tables
-
+    kernels = _kernels()
     with _on(extent.device):
         if _gains_by_intervals(extent):
             _decide(mask, extent, buffers.state, 0)
-            launch_compact(buffers, unions)
+            kernels.launch_compact(buffers, unions)
             return
-        launch_tables(_lowered(mask, extent.device), buffers, unions=unions, **_positions(extent))
+        mod = kernels.lowered(mask, extent.device)
+        kernels.launch_tables(mod, buffers, unions=unions, **_positions(extent))
 
 
 def _gains_by_intervals(extent: Extent) -> bool:
@@ -177,12 +180,10 @@ def _gains_by_intervals(extent: Extent) -> bool:
 
 def _decide(mask: Traced, extent: Extent, state: torch.Tensor, first_row: int) -> None:
     """Write the states of the rows of blocks from `first_row` on that `state` holds."""
-    from flexdecode.interval_codegen import lower_intervals
-    from flexdecode.kernels.interval_tables import launch_intervals
-
-    launch_intervals(
-        _lowered(mask, extent.device),
-        lower_intervals(mask),
+    kernels = _kernels()
+    kernels.launch_intervals(
+        kernels.lowered(mask, extent.device),
+        kernels.lower_intervals(mask),
         state,
         shape=(extent.table_batch(), extent.H, *extent.num_blocks()),
         first_row=first_row,
@@ -215,16 +216,32 @@ def _positions(extent: Extent) -> dict[str, Any]:
     }
 
 
-def _lowered(mask: Traced, device: torch.device) -> Mod:
+@functools.cache
+def _kernels() -> Any:
+    """What needs Triton, imported once: every update asks for it."""
     from flexdecode.codegen import Flavour, captures_moved, lower
+    from flexdecode.interval_codegen import lower_intervals
+    from flexdecode.kernels import interval_tables, tables
     from flexdecode.kernels.call import Mod
 
-    on_gpu = device.type == "cuda"
-    flavour: Flavour = "interpret" if not on_gpu else "hip" if torch.version.hip else "cuda"
-    return Mod(*lower(captures_moved(mask, device), flavour))
+    def lowered(mask: Traced, device: torch.device) -> Mod:
+        on_gpu = device.type == "cuda"
+        flavour: Flavour = "interpret" if not on_gpu else "hip" if torch.version.hip else "cuda"
+        return Mod(*lower(captures_moved(mask, device), flavour))
+
+    return SimpleNamespace(
+        TableBuffers=tables.TableBuffers,
+        launch_compact=tables.launch_compact,
+        launch_count=tables.launch_count,
+        launch_tables=tables.launch_tables,
+        launch_intervals=interval_tables.launch_intervals,
+        lower_intervals=lower_intervals,
+        lowered=lowered,
+    )
 
 
-@contextlib.contextmanager
-def _on(device: torch.device) -> Iterator[None]:
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        yield
+def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Make `device` the current one, where it is not already."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)

@@ -25,7 +25,11 @@ from flexdecode.block_states import (
     block_strips,
     packed_states,
 )
-from flexdecode.device_tables import build_compact_device_tables, build_device_tables
+from flexdecode.device_tables import (
+    build_compact_device_tables,
+    build_device_tables,
+    update_device_tables,
+)
 
 if TYPE_CHECKING:
     from flexdecode.trace import Traced
@@ -158,7 +162,7 @@ def build_into(buffers: Tables, mask: Traced, extent: Extent) -> None:
     Addresses stay and a GPU is never waited for, so it can be captured in a graph.
     """
     if extent.device.type == "cuda":
-        build_device_tables(mask, extent.for_kernels(mask), buffers)
+        update_device_tables(mask, extent.for_kernels(mask), buffers)
         return
     for old, new in zip(
         buffers.tensors, build_tables(mask, extent, compact=False).tensors, strict=True

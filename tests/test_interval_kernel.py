@@ -275,7 +275,7 @@ def test_an_update_with_a_union_takes_two_launches(monkeypatch, intervals):
     launches = []
     monkeypatch.setattr(kernels, "_compact_kernel", Counting(kernels._compact_kernel, launches))
     kv_len.fill_(41)
-    device_tables.build_device_tables(mask, what, tables)
+    device_tables.update_device_tables(mask, what, tables)
     assert launches == [((4 + 2) * what.num_blocks()[0],)]
     fresh = device_tables.build_device_tables(mask, what)
     expected = device_tables.unite_heads(fresh, 2)
