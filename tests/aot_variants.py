@@ -221,7 +221,11 @@ def merges():
 
 def tables():
     """Block tables by intervals and by elements, of a mask that reads a tensor."""
-    from flexdecode.device_tables import build_device_tables, unite_heads
+    from flexdecode.device_tables import (
+        build_device_tables,
+        unite_heads,
+        update_device_tables,
+    )
     from flexdecode.tables import Extent
     from flexdecode.trace import trace
 
@@ -238,7 +242,7 @@ def tables():
     def update():
         built = build_device_tables(mask, long)
         unite_heads(built, 2)
-        build_device_tables(mask, long, built)
+        update_device_tables(mask, long, built)
 
     yield "intervals", update
     yield "elements", lambda: build_device_tables(mask, step)
