@@ -140,8 +140,9 @@ def device_of(device: torch.device) -> configs.Device:
         return configs.INTERPRETED
     properties = torch.cuda.get_device_properties(device)
     shared = getattr(properties, "shared_memory_per_block_optin", 65536)
-    hopper = torch.version.hip is None and properties.major >= 9
-    return configs.Device(properties.multi_processor_count, shared, pdl=hopper)
+    cuda = torch.version.hip is None
+    hopper = cuda and properties.major >= 9
+    return configs.Device(properties.multi_processor_count, shared, pdl=hopper, cuda=cuda)
 
 
 def balanced_items(units: Tensor, inner: int, processors: int) -> Tensor:

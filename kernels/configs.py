@@ -85,11 +85,14 @@ class Device:
         Bytes of shared memory that one program may use.
     pdl : bool
         Whether a kernel can be launched before the one that it depends on has ended.
+    cuda : bool
+        Whether kernels may hold CUDA instructions.
     """
 
     processors: int
     shared_memory: int
     pdl: bool = False
+    cuda: bool = False
 
 
 @dataclass(frozen=True)

@@ -711,10 +711,10 @@ def _decode_kernel(
     m_i, l_i, acc = carry
     l_i = tl.sum(l_i, 1)  # [BLOCK_M]
     if V_FORMAT != "":
-        factor = grain(V_FORMAT, value_dtype(V_FORMAT, DTYPE))
+        v_scale = grain(V_FORMAT, value_dtype(V_FORMAT, DTYPE))
         if V_COEFFICIENTS == "head":
-            factor = factor * tl.load(vc_ptr + head_kv * stride_vch).to(tl.float32)
-        acc = finish_output(acc, factor, V_FORMAT, V_COEFFICIENTS, V_GROUPS, DV)
+            v_scale = v_scale * tl.load(vc_ptr + head_kv * stride_vch).to(tl.float32)
+        acc = finish_output(acc, v_scale, V_FORMAT, V_COEFFICIENTS, V_GROUPS, DV)
 
     # -- the result, or this split's part of it ----
     out_row = (table_b * Hkv * G + head) * Lq + row  # [BLOCK_M], of [B, Hq, Lq]

@@ -188,24 +188,45 @@ def assembly(FORMAT, DTYPE):
 @triton.jit
 def decode(units, FORMAT: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
     """Return the two or four tiles of numbers that a tile of units holds, in grains, exact."""
-    SIXTEEN: tl.constexpr = DTYPE == tl.bfloat16 or DTYPE == tl.float16
-    if ASSEMBLY and SIXTEEN:
+    if ASSEMBLY and DTYPE == tl.bfloat16:
         code: tl.constexpr = assembly(FORMAT, DTYPE)
         if is_int4(FORMAT):
-            if DTYPE == tl.bfloat16:
-                four: tl.constexpr = (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16)
-            else:
-                four: tl.constexpr = (tl.float16, tl.float16, tl.float16, tl.float16)
             return tl.inline_asm_elementwise(
-                code, "=r,=r,=r,=r,r", [units], dtype=four, is_pure=True, pack=2
+                code,
+                "=r,=r,=r,=r,r",
+                [units],
+                dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+                is_pure=True,
+                pack=2,
             )
         else:
-            if DTYPE == tl.bfloat16:
-                two: tl.constexpr = (tl.bfloat16, tl.bfloat16)
-            else:
-                two: tl.constexpr = (tl.float16, tl.float16)
             return tl.inline_asm_elementwise(
-                code, "=r,=r,r", [units], dtype=two, is_pure=True, pack=2
+                code,
+                "=r,=r,r",
+                [units],
+                dtype=(tl.bfloat16, tl.bfloat16),
+                is_pure=True,
+                pack=2,
+            )
+    elif ASSEMBLY and DTYPE == tl.float16:
+        code: tl.constexpr = assembly(FORMAT, DTYPE)
+        if is_int4(FORMAT):
+            return tl.inline_asm_elementwise(
+                code,
+                "=r,=r,=r,=r,r",
+                [units],
+                dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+                is_pure=True,
+                pack=2,
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                code,
+                "=r,=r,r",
+                [units],
+                dtype=(tl.float16, tl.float16),
+                is_pure=True,
+                pack=2,
             )
     else:
         bits = units.to(tl.int32)

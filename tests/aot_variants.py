@@ -20,15 +20,18 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+from flexdecode.backends.triton import lay_out
 from flexdecode.kernels.call import BlockTables, DecodeCall, Mod
 from flexdecode.kernels.configs import Device, choose_config
 from flexdecode.kernels.launch import decode
 from flexdecode.kernels.merge import launch_merge, launch_merge_backward
+from flexdecode.plan import storage_of
+from flexdecode.quantization import quantize
 
 TARGETS = {
-    "cuda:80": (GPUTarget("cuda", 80, 32), Device(processors=108, shared_memory=166912)),
-    "cuda:90": (GPUTarget("cuda", 90, 32), Device(132, shared_memory=232448, pdl=True)),
-    "cuda:100": (GPUTarget("cuda", 100, 32), Device(148, shared_memory=232448, pdl=True)),
+    "cuda:80": (GPUTarget("cuda", 80, 32), Device(108, shared_memory=166912, cuda=True)),
+    "cuda:90": (GPUTarget("cuda", 90, 32), Device(132, 232448, pdl=True, cuda=True)),
+    "cuda:100": (GPUTarget("cuda", 100, 32), Device(148, 232448, pdl=True, cuda=True)),
     "hip:gfx942": (GPUTarget("hip", "gfx942", 64), Device(304, shared_memory=65536)),
 }
 
@@ -75,9 +78,15 @@ class Variant:
     page: int = 0
     start: bool = False
     packed: bool = False
+    k_as: tuple[tuple[str, object], ...] = ()  # arguments of `quantize`
+    v_as: tuple[tuple[str, object], ...] = ()
+    q_as_fp8: bool = False
+    partial_dtype: torch.dtype = torch.float32
     options: tuple[tuple[str, int], ...] = ()
 
 
+INT4, FP8 = (("format", "int4"),), (("format", "fp8"),)
+ROWS = (*INT4, ("layout", "interleaved"))
 EVERYWHERE = {
     "dense": Variant(),
     "causal": Variant(block=(128, 128), mask="causal", kv_len="tensor"),
@@ -89,8 +98,29 @@ EVERYWHERE = {
     "per head": Variant(block=(128, 64), mask="causal", per_head=True, dims=(80, 80)),
     "pages": Variant(B=16, page=16, kv_len="tensor", block=(128, 128), mask="causal"),
     "packed": Variant(B=8, page=64, kv_len="tensor", Lq=64, packed=True, lists=20),
+    "int4 and fp8": Variant(k_as=INT4, v_as=FP8, Lkv=512),
+    "fp8 words and int4 groups": Variant(
+        k_as=(*FP8, ("scale_dtype", torch.int32)), v_as=(*INT4, ("groups", 4)), page=16, Lkv=512
+    ),
+    "int8 and int4 rows": Variant(
+        k_as=(("format", "int8"),),
+        v_as=ROWS,
+        dtype=torch.float16,
+        kv_len="tensor",
+        partial_dtype=torch.float64,
+    ),
 }
 ON_ONE_TARGET = {
+    "fp8 query": Variant(k_as=FP8, v_as=(*FP8, ("per", "head")), q_as_fp8=True, Lkv=512),
+    "e5m2 and int8": Variant(
+        k_as=(("format", "fp8_e5m2"),), v_as=(("format", "int8"), ("per", "head")), Lkv=512
+    ),
+    "int4 8 groups and rows": Variant(
+        k_as=(*INT4, ("groups", 8)), v_as=(*ROWS, ("groups", 4)), Lkv=512, page=128
+    ),
+    "int4 latent": Variant(Hkv=1, G=16, dims=(576, 512), k_as=INT4, v_as=INT4, Lkv=512),
+    "int4 prefill": Variant(k_as=INT4, v_as=INT4, Lkv=512, Lq=512, Hkv=1),
+    "int4 beside plain": Variant(v_as=INT4, Lkv=512, dims=(96, 64), dtype=torch.float32),
     "direct": Variant(B=64, Lkv=4096, dims=(64, 64), aux=True),
     "prefill": Variant(Lq=512, block=(128, 128), mask="causal", dtype=torch.float16),
     "tf32": Variant(dtype=torch.float32, tf32=True, bias=True),
@@ -138,6 +168,14 @@ def make_call(variant, device):
         "causal": Mod(causal_mask),
         "documents": Mod(document_mask, (torch.empty(Lkv, dtype=torch.int32), float(Lkv))),
     }
+    q = tensor(q_batch, Hq, Lq, D)
+    q_scale = torch.empty(q_batch, Hq, Lq) if variant.q_as_fp8 else None
+    k, v = tensor(made, Hkv, slots, D), tensor(made, Hkv, slots, Dv)
+    k = quantize(k.zero_(), **dict(variant.k_as)) if variant.k_as else k
+    v = quantize(v.zero_(), **dict(variant.v_as)) if variant.v_as else v
+    stored = storage_of(k, v)
+    k, k_codes = lay_out("k", k)
+    v, v_codes = lay_out("v", v)
     config = choose_config(
         B=B,
         Hkv=Hkv,
@@ -151,12 +189,13 @@ def make_call(variant, device):
         BLOCK_Q=variant.block[0] if variant.block else None,
         KV_BLOCK=variant.block[1] if variant.block else None,
         lists=variant.lists,
+        stored=stored,
         options=dict(variant.options),
     )
     call = DecodeCall(
-        tensor(q_batch, Hq, Lq, D),
-        tensor(made, Hkv, slots, D),
-        tensor(made, Hkv, slots, Dv),
+        q.to(torch.uint8) if variant.q_as_fp8 else q,
+        k,
+        v,
         torch.empty(q_batch, Hq, Lq, Dv, dtype=variant.dtype),
         scale=D**-0.5,
         kv_len=Lkv if variant.kv_len == "int" else torch.empty(B, dtype=torch.int64),
@@ -172,6 +211,12 @@ def make_call(variant, device):
         bias=torch.empty(B, 1, Lq, Lkv).expand(B, Hq, Lq, Lkv) if variant.bias else None,
         sinks=torch.empty(Hq) if variant.sinks else None,
         tf32=variant.tf32,
+        k_codes=k_codes,
+        v_codes=v_codes,
+        q_format="e4m3" if variant.q_as_fp8 else "",
+        q_scale=q_scale,
+        assembly=device.cuda,
+        partial_dtype=variant.partial_dtype,
     )
     return call, config
 

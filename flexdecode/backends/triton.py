@@ -18,7 +18,7 @@ from flexdecode.quantization import QuantizedTensor
 from flexdecode.tables import Tables
 from flexdecode.trace import Traced
 
-__all__ = ["run"]
+__all__ = ["lay_out", "run"]
 
 
 def run(request: Request) -> Result:
@@ -54,8 +54,8 @@ def run(request: Request) -> Result:
     packed = problem.packed
     resolved, bias, sinks = request.resolved, request.bias, request.sinks
     flavour = _flavour(problem, options.get("approx"))
-    k, k_codes = _units("k", request.k)
-    v, v_codes = _units("v", request.v)
+    k, k_codes = lay_out("k", request.k)
+    v, v_codes = lay_out("v", request.v)
     call = DecodeCall(
         q=q.codes.view(torch.uint8) if isinstance(q, QuantizedTensor) else q,
         k=k,
@@ -80,7 +80,7 @@ def run(request: Request) -> Result:
         v_codes=v_codes,
         q_format="e4m3" if isinstance(q, QuantizedTensor) else "",
         q_scale=_row_scales(q),
-        assembly=flavour in ("cuda", "cuda_fast"),
+        assembly=device_of(problem.device).cuda,
         partial_dtype=options.get("partial_dtype", torch.float32),
     )
     if q.device.type == "cuda" and q.device.index != torch.cuda.current_device():
@@ -153,7 +153,7 @@ def _mod(traced: Traced | None, flavour: Flavour, device: torch.device) -> Mod |
 _FORMATS = {"fp8": "e4m3", "fp8_e5m2": "e5m2", "int8": "int8"}
 
 
-def _units(name: str, x: Tensor | QuantizedTensor) -> tuple[Tensor, Codes | None]:
+def lay_out(name: str, x: Tensor | QuantizedTensor) -> tuple[Tensor, Codes | None]:
     """Lay out k or v for the kernels: 16-bit units where it is quantised."""
     if not isinstance(x, QuantizedTensor):
         return x, None
