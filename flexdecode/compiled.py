@@ -25,6 +25,7 @@ from flexdecode.closures import Paths, follow
 from flexdecode.graph_text import graph_to_text
 from flexdecode.mods import MaskMod
 from flexdecode.packed import PackedQueries
+from flexdecode.quantization import QuantizedTensor
 from flexdecode.tables import Tables
 from flexdecode.trace import Kind, find_sources
 
@@ -38,6 +39,7 @@ def _names(record: type, but: tuple[str, ...]) -> tuple[str, ...]:
 _MASK_FIELDS = _names(BlockMask, ("mask_mod", "tables", "rule_of_call"))
 _BOUND_FIELDS = _names(BoundMask, ("mask_mod", "tables", "rule_of_call", "packed"))
 _TABLE_FIELDS = _names(Tables, ("unions", "laid_out"))
+_QUANTIZED_FIELDS = _names(QuantizedTensor, ("data",))
 _UNION_FIELDS = (
     "state",
     "kv_num_blocks",
@@ -148,6 +150,8 @@ class _Packed:
                 text = self._fields(value, ("lse", "max_scores"))
             elif name == "kernel_options":
                 text = self._options(value)
+            elif isinstance(value, QuantizedTensor):
+                text = f'["quantized", {self._fields(value, _QUANTIZED_FIELDS)}]'
             else:
                 text = self._value(value)
             parts.append(f'"{name}": {text}')
@@ -277,12 +281,12 @@ class _Packed:
         return _read_rule(function, kind, tuple(arguments))
 
 
-def attention_in_graph(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Any:
+def attention_in_graph(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
     """`attention` as one operator; outside the graph where a rule cannot be taken apart.
 
     Parameters
     ----------
-    q, k, v : Tensor
+    q, k, v : Tensor or QuantizedTensor
     **arguments
         All others of `attention`.
 
@@ -298,12 +302,15 @@ def attention_in_graph(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Any
     """
     checks.check_grad(q, k, v)
     packed = _Packed()
+    stored = {"q": q, "k": k, "v": v}
+    coded = {name: x for name, x in stored.items() if isinstance(x, QuantizedTensor)}
+    data = [x.data if isinstance(x, QuantizedTensor) else x for x in (q, k, v)]
     try:
-        call = packed.call(arguments)
+        call = packed.call({**coded, **arguments})  # the codes' scales and formats come first
     except _Unpackable:
         return _attention_outside(q, k, v, arguments)
     out, lse, max_scores = torch.ops.flexdecode.attention(
-        q, k, v, call, packed.tensors, packed.ints, packed.floats
+        *data, call, packed.tensors, packed.ints, packed.floats
     )
     wanted = arguments["return_aux"]
     if wanted is None:
@@ -317,7 +324,7 @@ def attention_in_graph(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Any
     "of the region and let it close over numbers, tensors and functions, or make it of them with "
     "functools.partial"
 )
-def _attention_outside(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> Any:
+def _attention_outside(q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> Any:
     from flexdecode.api import attention
 
     result = attention(q, k, v, **arguments)

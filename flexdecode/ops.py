@@ -24,6 +24,7 @@ from flexdecode.block_mask import BlockMask
 from flexdecode.bound_mask import BoundMask
 from flexdecode.graph_text import graph_from_text
 from flexdecode.packed import PackedQueries
+from flexdecode.quantization import QuantizedTensor
 from flexdecode.tables import Tables
 from flexdecode.trace import Traced, TracedRule
 
@@ -68,8 +69,9 @@ def _attention(
     from flexdecode.api import AuxRequest, attention
 
     arguments = _unpack(call, tensors, ints, floats)
+    operands = _operands((q, k, v), arguments)
     wanted = AuxRequest(**arguments.pop("return_aux", _NO_AUX))
-    out, aux = attention(q, k, v, return_aux=wanted, **arguments)
+    out, aux = attention(*operands, return_aux=wanted, **arguments)
     exact = arguments["backend"] == "reference"
     lse, max_scores = (
         out.new_empty(0, dtype=torch.float64 if exact else torch.float32)
@@ -91,7 +93,11 @@ def _attention_fake(
     ints: list[int],
     floats: list[float],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    stored = _parsed(call)  # not unpacked: checks of values have nothing to look at here
+    stored = _parsed(call)
+    # The rest is not unpacked: checks of values have nothing to look at here.
+    coded = {name: stored[name] for name in ("q", "k", "v") if name in stored}
+    arguments = _Unpacker(tensors, ints, floats, None).value(coded)
+    query, _, value = _operands((q, k, v), arguments)
     wanted = stored.get("return_aux", _NO_AUX)
     shape = tuple(q.shape[:3])
     exact = stored["backend"] == ["text", "reference"]
@@ -99,7 +105,15 @@ def _attention_fake(
         q.new_empty(shape if wanted[name] else 0, dtype=torch.float64 if exact else torch.float32)
         for name in ("lse", "max_scores")
     )
-    return q.new_empty((*shape, v.shape[3])), lse, max_scores
+    return q.new_empty((*shape, value.shape[3]), dtype=query.dtype), lse, max_scores
+
+
+def _operands(data: tuple[Tensor, ...], arguments: dict[str, Any]) -> tuple[Any, ...]:
+    """q, k and v; those that are codes with what `arguments` says of them, which is taken out."""
+    return tuple(
+        QuantizedTensor(x, **arguments.pop(name)) if name in arguments else x
+        for name, x in zip(("q", "k", "v"), data, strict=True)
+    )
 
 
 def _attention_vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
@@ -181,6 +195,8 @@ class _Unpacker:
             return tuple([self.value(each) for each in rest])
         if kind == "rule":
             return self._rule(*rest)
+        if kind == "quantized":
+            return self.value(rest[0])
         return self._mask(kind, *rest)
 
     def _rule(self, text: str, values: list[str]) -> TracedRule:

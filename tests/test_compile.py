@@ -15,6 +15,7 @@ from flexdecode import (
     compile_count,
     compiled,
     create_block_mask,
+    quantize,
 )
 from flexdecode.graph_text import graph_from_text, graph_to_text
 from flexdecode.masks import causal, sliding_window
@@ -235,6 +236,15 @@ def test_a_step_of_packed_queries_in_one_graph():
         torch.testing.assert_close(found, region(q, *plain))
         torch.testing.assert_close((k_cache, v_cache), plain)
     assert compiled_region.count == 1
+
+
+@pytest.mark.parametrize(("format", "groups"), [("int4", 2), ("fp8", 1)])
+def test_quantised_caches(format, groups):
+    region = Compiled(lambda q, k, v, n: attention(q, k, v, kv_len=n), "aot_eager")
+    for length in (40, 50, 60):
+        k, v = (quantize(x[:, :, :length], format, groups=groups) for x in (K, V))
+        region.check(Q.bfloat16(), k, v, LENGTHS + length - 40)
+    assert region.count <= 2
 
 
 def test_code_that_a_rule_calls_is_guarded():

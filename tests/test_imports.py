@@ -46,7 +46,8 @@ MAY_IMPORT = {
     "codegen": "graph kernels mods trace",
     "compat": "api block_mask checks merging mods",
     "compilation": "",
-    "compiled": "api block_mask bound_mask checks closures graph_text mods packed tables trace",
+    "compiled": "api block_mask bound_mask checks closures graph_text mods packed quantization "
+    "tables trace",
     "console": "",
     "demo": "flexdecode console tables visualize",
     "device_tables": "codegen interval_codegen kernels tables",
@@ -71,7 +72,8 @@ MAY_IMPORT = {
     "merging": "kernels",
     "mods": "",
     "operations": "graph proxies",
-    "ops": "api appending block_mask bound_mask graph_text kernels.tables packed tables trace",
+    "ops": "api appending block_mask bound_mask graph_text kernels.tables packed quantization "
+    "tables trace",
     "packed": "block_mask kernels problem quantization tables",
     "plan": "kernels.configs problem quantization",
     "problem": "block_mask packed quantization trace",
