@@ -1,6 +1,6 @@
 # Every target makes the environment that it needs in $(VENV) and remembers having done so there.
 #
-#   make demo     a real model generates text through flexdecode
+#   make demo     a real model generates text through flexdecode; a small one is served
 #   make test     the tests, on the GPU where there is one
 #   make lint     ruff, formatting, mypy
 #   make docs     the pages under docs/, warnings are errors; runs the masks gallery
@@ -20,6 +20,7 @@ STAMPS := $(VENV)/stamps
 
 demo: $(STAMPS)/demo
 	$(BIN)/python examples/generate.py
+	$(BIN)/python examples/serving.py
 
 test: $(STAMPS)/dev
 	$(BIN)/python -m pytest $(ARGS)
