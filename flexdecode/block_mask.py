@@ -1,4 +1,4 @@
-"""`BlockMask`: a predicate and, perhaps, tables; how it is made, cut, combined and resolved."""
+"""`BlockMask`: a predicate and, perhaps, tables; how it is made, shown, cut and combined."""
 
 from __future__ import annotations
 
@@ -19,21 +19,19 @@ from flexdecode.mask_arguments import (
     checked_table,
     count,
     find_device,
-    is_same,
     position,
-    shown,
     token_count,
 )
+from flexdecode.mask_resolution import ResolvedMask, offset_in, resolve_mask
 from flexdecode.mods import and_masks, not_mask, or_masks
 from flexdecode.tables import (
     Extent,
     Tables,
     build_tables,
-    cached_tables,
     check_numbers,
     table_states,
 )
-from flexdecode.trace import Traced, trace
+from flexdecode.trace import trace
 
 if TYPE_CHECKING:
     from flexdecode.block_counts import BlockCounts
@@ -42,36 +40,7 @@ if TYPE_CHECKING:
     from flexdecode.packed import PackedQueries
     from flexdecode.problem import Problem
 
-__all__ = ["BlockMask", "ResolvedMask", "create_block_mask"]
-
-_AUTHORITY = {
-    "lazy": 0,
-    "sized": 1,
-    "fixed": 2,
-}  # of two combined masks the higher one's kind stays
-
-
-@dataclass(frozen=True, eq=False)
-class ResolvedMask:
-    """A mask made ready for one call: what a backend gets.
-
-    Attributes
-    ----------
-    mask : Traced or None
-        The predicate of partial blocks, in the positions of this call; None when trivially true.
-    tables : Tables
-        Active blocks; a key counts only if its block is listed.
-    q_offset : int, Tensor [B] or None
-        Position of each sequence's first row; None stands for ``kv_len - Lq``.
-    scattered_rows : bool
-        The rows are not consecutive (a slice picked them one by one): ``q_offset + i`` is right
-        for the mask, whose predicate allows for it, but for nothing else.
-    """
-
-    mask: Traced | None
-    tables: Tables
-    q_offset: int | Tensor | None
-    scattered_rows: bool = False
+__all__ = ["BlockMask", "create_block_mask"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -541,7 +510,7 @@ class BlockMask:
         offset = self._static_offset() if self.q_offset is None else self.q_offset
         sharing = 1
         if problem is not None:
-            offset = self._offset_in(problem)
+            offset = offset_in(self, problem)
             sharing = problem.Hq // max(tables.kv_num_blocks.shape[1], 1)
         return membership(tables, self.mask_mod, offset, sharing)
 
@@ -653,138 +622,7 @@ class BlockMask:
         ValueError
             Batch, heads, lengths, positions or device do not fit.
         """
-        offset = self._checked_offset(problem, q_offset_given)
-        self._check_sizes(problem)
-        if self.rule_of_call is not None and (
-            self.q_offset is None or self.tables is None or self.H not in (1, problem.Hq)
-        ):
-            return self._built(trace(self.rule_of_call(problem), "mask"), problem, offset)
-        mask = None if self.mask_mod is None else trace(self.mask_mod, "mask")
-        if mask is not None:
-            self.check_sharing(mask, problem.B, problem.Hq)
-        if self.kind == "fixed":
-            if mask is not None:
-                check_captures(mask, problem.device)
-            return ResolvedMask(mask, self._clipped(problem), offset, self.scattered_rows)
-        assert mask is not None
-        if self.kind == "sized" and self._was_built_for(problem, offset):
-            return ResolvedMask(mask, self._tables("call"), offset)
-        return self._built(mask, problem, offset)
-
-    def _built(self, mask: Traced, problem: Problem, offset: int | Tensor | None) -> ResolvedMask:
-        check_captures(mask, problem.device)
-        extent = Extent(
-            problem.B,
-            problem.Hq,
-            problem.Lq,
-            problem.Lkv,
-            problem.kv_len,
-            offset,
-            self.BLOCK_SIZE,
-            problem.device,
-            kv_start=problem.kv_start,
-            packed=problem.packed,
-        )
-        if problem.packed is not None:
-            block = (problem.packed.BLOCK_Q, self.BLOCK_SIZE[1])
-            extent = replace(extent, BLOCK_SIZE=block)
-        return ResolvedMask(mask, cached_tables(mask, extent), offset)
-
-    def _was_built_for(self, problem: Problem, offset: int | Tensor | None) -> bool:
-        if isinstance(problem.kv_len, Tensor) or isinstance(offset, Tensor):
-            return False
-        kv_len = self.kv_capacity if self.kv_len is None else self.kv_len
-        if isinstance(kv_len, Tensor) or kv_len is None or self.q_len is None:
-            return False
-        return (
-            problem.Lq == self.q_len
-            and problem.kv_len == kv_len
-            and offset == kv_len - self.q_len
-            and self._tables("call").kv_indices.device == problem.device
-        )
-
-    def _clipped(self, problem: Problem) -> Tables:
-        """Fixed tables for the rows of a call; backends clip the keys."""
-        tables = self._tables("call")
-        device = tables.kv_indices.device
-        if device != problem.device:
-            raise ValueError(
-                f"block_mask: expected tables on {problem.device} to match q, got {device}; "
-                "use block_mask.to(device)"
-            )
-        rows = cdiv(problem.Lq, self.BLOCK_SIZE[0])
-        if rows < tables.kv_num_blocks.shape[2]:
-            tables = tables.map(lambda table: table.narrow(2, 0, rows))
-        columns = tables.num_kv_blocks
-        if columns < 0:
-            columns = cdiv(problem.Lkv, self.BLOCK_SIZE[1])
-        own = self.kv_capacity if self.kv_len is None else self.kv_len
-        same = isinstance(own, int) and isinstance(problem.kv_len, int) and own == problem.kv_len
-        return replace(tables, num_kv_blocks=columns, exact=tables.exact and same)
-
-    def _offset_in(self, problem: Problem) -> int | Tensor:
-        """Position of the first row in a call that does not say."""
-        if self.q_offset is not None:
-            if isinstance(self.q_offset, Tensor):
-                return self.q_offset.expand(problem.B)
-            return self.q_offset
-        cut = self.kv_capacity is not None and problem.Lq != self.q_len
-        if self.kind == "fixed" and cut:
-            return self._static_offset()
-        if isinstance(problem.kv_len, Tensor):
-            return problem.kv_len_rows() - problem.Lq
-        return problem.kv_len - problem.Lq
-
-    def _checked_offset(self, problem: Problem, given: bool) -> int | Tensor | None:
-        if self.kind != "fixed" and self.q_offset is None:
-            return problem.offset
-        own = self._offset_in(problem)
-        if given and not is_same(own, problem.q_offset):
-            raise ValueError(
-                f"q_offset: expected the block_mask's own {shown(own)}, got "
-                f"{shown(problem.q_offset)}; leave it out, the positions belong to the mask"
-            )
-        return own
-
-    def _check_sizes(self, problem: Problem) -> None:
-        batches, heads = (1, problem.B), (1, problem.Hkv, problem.Hq)
-        if (self.B is not None and self.B not in batches) or (
-            self.H is not None and self.H not in heads
-        ):
-            raise ValueError(
-                f"block_mask: expected batch and heads to match q (batch {problem.B}, "
-                f"{problem.Hq} query heads over {problem.Hkv} key heads) or to be 1, "
-                f"got (B, H) = ({self.B}, {self.H})"
-            )
-        if self.kind != "fixed":
-            return
-        assert self.q_len is not None
-        if problem.Lq > self.q_len:
-            raise ValueError(
-                f"block_mask: expected at least {problem.Lq} query rows to match q, "
-                f"got a mask with Q_LEN = {self.q_len}"
-            )
-        capacity = self.kv_capacity
-        if isinstance(problem.kv_len, int) and capacity is not None and problem.kv_len > capacity:
-            raise ValueError(
-                f"block_mask: expected at least kv_len = {problem.kv_len} keys, "
-                f"got a mask with KV_LEN = {capacity}"
-            )
-
-    def check_sharing(self, mask: Traced, batch: int, heads: int) -> None:
-        """Raise where one list would serve rows between which the predicate differs."""
-        if self.source == "blocks":
-            return  # the caller made the lists, and knows what they hold
-        for name, letter, own, wanted in (
-            ("batch", "b", self.B, batch),
-            ("heads", "h", self.H, heads),
-        ):
-            if letter in mask.graph.uses and own is not None and own != wanted:
-                raise ValueError(
-                    f"block_mask: its mask_mod depends on {letter}, so expected "
-                    f"{letter.upper()} = {wanted} to match the {name} of q, got "
-                    f"(B, H) = ({self.B}, {self.H}) against ({batch}, {heads})"
-                )
+        return resolve_mask(self, problem, q_offset_given)
 
 
 def create_block_mask(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flexdecode.block_mask import BlockMask, ResolvedMask
+from flexdecode.block_mask import BlockMask
 from flexdecode.checks import check_cu_seqlens, check_starts
 from flexdecode.mask_arguments import (
     check_captures,
@@ -19,6 +19,7 @@ from flexdecode.mask_arguments import (
     shown,
     token_count,
 )
+from flexdecode.mask_resolution import ResolvedMask, check_sharing
 from flexdecode.packed import PackedQueries, tile_size
 from flexdecode.tables import Extent, Tables, build_into, build_tables
 from flexdecode.trace import trace
@@ -247,7 +248,7 @@ def bind_mask(
         block = (tile_size(block[0], q_len, batch), block[1])
         with torch.inference_mode(False), torch.no_grad():
             packed = PackedQueries.of(cu_seqlens_q, q_len, block[0])
-    mask.check_sharing(traced, batch, heads)
+    check_sharing(mask, traced, batch, heads)
     bound = BoundMask(
         mask.mask_mod,
         block,

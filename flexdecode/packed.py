@@ -20,7 +20,7 @@ from torch import Tensor
 from flexdecode.quantization import as_tensor
 
 if TYPE_CHECKING:
-    from flexdecode.block_mask import ResolvedMask
+    from flexdecode.mask_resolution import ResolvedMask
     from flexdecode.problem import Problem, Request, Result
     from flexdecode.tables import Tables
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from flexdecode.block_mask import ResolvedMask
+    from flexdecode.mask_resolution import ResolvedMask
     from flexdecode.packed import PackedQueries
     from flexdecode.quantization import QuantizedTensor
     from flexdecode.trace import Traced

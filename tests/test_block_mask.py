@@ -14,8 +14,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from mask_oracle import dense_mask
 
 from flexdecode.api import attention
-from flexdecode.block_mask import BlockMask, ResolvedMask, create_block_mask
+from flexdecode.block_mask import BlockMask, create_block_mask
 from flexdecode.evaluate import evaluate
+from flexdecode.mask_resolution import ResolvedMask
 from flexdecode.mods import mask_mod
 from flexdecode.problem import Problem
 from flexdecode.tables import Extent, table_states
