@@ -1,8 +1,8 @@
 """Triton kernels. Import as ``flexdecode.kernels``.
 
 Read `decode` first (the legend, the kernel, its loop), then `tiles`, `worklist` and `reduce`;
-`tables` builds block tables, `launch` turns a call into launches, `configs` chooses tiles; `merge`
-joins whole calls.
+`tables` and `interval_tables` build block tables, `launch` turns a call into launches, `configs`
+chooses tiles; `merge` joins whole calls.
 """
 
 if __name__ != "flexdecode.kernels":
