@@ -161,7 +161,7 @@ class _Packed:
         if value is None:
             return "null"
         if isinstance(value, Tensor):
-            self.tensors.append(value)
+            self.tensors.append(value.detach() if value.requires_grad else value)
             return '"tensor"'
         if isinstance(value, bool):
             return "true" if value else "false"

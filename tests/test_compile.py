@@ -429,6 +429,19 @@ def test_gradients_are_refused():
             torch.func.grad(lambda q: attention(q, K, V).sum())(Q)
 
 
+def test_captured_parameters_are_detached():
+    sinks, slopes = (torch.nn.Parameter(torch.rand(HQ)) for _ in range(2))
+    rule = decayed(1, slopes)
+
+    def region(q):
+        return attention(q, K, V, sinks=sinks, score_mod=rule)
+
+    with torch.enable_grad():
+        out = torch.compile(region, backend="aot_eager", fullgraph=True)(Q)
+        assert not out.requires_grad
+        torch.testing.assert_close(out, region(Q))
+
+
 def test_wrong_shapes_keep_their_message():
     with pytest.raises(ValueError, match="k: expected head dim 16 to match q, got 5"):
         torch.compile(lambda q, k: attention(q, k, V), backend="aot_eager")(Q, K[..., :5])
