@@ -13,6 +13,8 @@ from flexdecode.mods import MaskMod, mask_mod
 
 __all__ = ["big_bird", "longformer", "random_sparse"]
 
+_PRIME = 2**31 - 1
+
 
 def longformer(is_global: Tensor, window: int, *, dilation: int = 1) -> MaskMod:
     """True near the query, and wherever query or key is a global token (Longformer [1]_).
@@ -91,7 +93,8 @@ def big_bird(
     Parameters
     ----------
     block_size : int >= 1, default 64, tokens
-        Tokens of a block; need not be the block size of the `BlockMask`.
+        Tokens of a block; need not be the block size of the `BlockMask`, but its tables are made
+        fastest where ``BLOCK_SIZE`` divides it.
     window : int >= 1, default 3, blocks
         Neighbouring blocks, the query's own included, half of the others on either side.
     num_global : int >= 0, default 1, blocks
@@ -131,7 +134,7 @@ def big_bird(
         row, column = q_idx // block_size, kv_idx // block_size
         seen = (abs(row - column) <= half) | (row < num_global) | (column < num_global)
         for draw in range(num_random):
-            seen = seen | (column == _hash(seed, h, row, draw) % among(b, row))
+            seen = seen | (column == _hash(seed, h, row, draw) * among(b, row) // _PRIME)
         return seen
 
     return big_bird
@@ -140,9 +143,9 @@ def big_bird(
 def random_sparse(density: float, *, block_size: int = 128, seed: int = 0) -> MaskMod:
     """True for a random share of the blocks, another one for each head and block of queries.
 
-    ``hash(seed, h, q_idx // block_size, kv_idx // block_size) < density * 2**32``: a baseline for
-    patterns that select. Sequences share the draws, and a row is the same in prefill and in every
-    step of decoding. Says nothing about the future, and a query need not see itself: combine it,
+    ``hash(seed, h, q_idx // block_size, kv_idx // block_size) < density * (2**31 - 1)``: a baseline
+    for patterns that select. Sequences share the draws, and a row is the same in prefill and in
+    every step of decoding. Says nothing about the future, and a query need not see itself: combine it,
     ``causal & (random_sparse(0.1) | sliding_window(64))``.
 
     Parameters
@@ -150,7 +153,8 @@ def random_sparse(density: float, *, block_size: int = 128, seed: int = 0) -> Ma
     density : float in [0, 1]
         Share of the blocks that are seen, on average.
     block_size : int >= 1, default 128, tokens
-        Side of a block; 1 draws for every element.
+        Side of a block; 1 draws for every element. Tables are made fastest where the ``BLOCK_SIZE``
+        of the `BlockMask` divides it.
     seed : int, default 0
         Another seed, other draws.
 
@@ -170,7 +174,7 @@ def random_sparse(density: float, *, block_size: int = 128, seed: int = 0) -> Ma
     if not 0 <= density <= 1:
         raise ValueError(f"density: expected a number from 0 to 1, got {density}")
     at_least("block_size", block_size, 1)
-    limit = round(density * 2**32)
+    limit = round(density * _PRIME)
 
     @mask_mod
     def random_sparse(b, h, q_idx, kv_idx):
@@ -180,25 +184,25 @@ def random_sparse(density: float, *, block_size: int = 128, seed: int = 0) -> Ma
 
 
 def _own_blocks(b: Any, row: Any) -> Any:
-    return abs(row) + 1  # rows in front of the sequence draw too: no division by zero
+    return row + 1
 
 
 def _all_blocks(length: Callable[[Any], Any], block_size: int) -> Callable[[Any, Any], Any]:
     def all_blocks(b: Any, row: Any) -> Any:
-        return abs(length(b) - 1) // block_size + 1
+        return (length(b) - 1) // block_size + 1
 
     return all_blocks
 
 
 def _hash(*parts: Any) -> Any:
-    """Mix integers into one below 2**32, by multiplying and shifting as murmur3's finaliser does.
+    """Mix integers into one below `_PRIME`, by multiplying and squaring modulo it.
 
-    The factor has 27 bits, so that no product leaves int64.
+    Sums, products and remainders, since intervals follow them: where a block of the tables lies in
+    one block of the pattern, no element of it is looked at. No product leaves int64.
     """
-    x: Any = 0
+    x = _PRIME // 3
     for part in parts:
-        x = (x * 31 + part) & 0xFFFFFFFF
-        x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
-        x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
-        x = x ^ (x >> 16)
+        x = (x * 16807 + part) % _PRIME
+        x = (x * x + 40692) % _PRIME
+        x = (x * x + 69621) % _PRIME
     return x
