@@ -145,8 +145,8 @@ def random_sparse(density: float, *, block_size: int = 128, seed: int = 0) -> Ma
 
     ``hash(seed, h, q_idx // block_size, kv_idx // block_size) < density * (2**31 - 1)``: a baseline
     for patterns that select. Sequences share the draws, and a row is the same in prefill and in
-    every step of decoding. Says nothing about the future, and a query need not see itself: combine it,
-    ``causal & (random_sparse(0.1) | sliding_window(64))``.
+    every step of decoding. Says nothing about the future, and a query need not see itself: combine
+    it, ``causal & (random_sparse(0.1) | sliding_window(64))``.
 
     Parameters
     ----------
