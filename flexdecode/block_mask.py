@@ -695,7 +695,7 @@ def create_block_mask(
             f"got {type(mask_mod).__name__}{remedy}"
         )
     if torch.compiler.is_compiling():
-        from flexdecode.compiled import create_mask_in_graph
+        from flexdecode.compiled_masks import create_mask_in_graph
 
         return create_mask_in_graph(
             mask_mod,

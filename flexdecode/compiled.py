@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flexdecode import checks
-from flexdecode.block_mask import BlockMask, create_block_mask
+from flexdecode.block_mask import BlockMask
 from flexdecode.bound_mask import BoundMask
 from flexdecode.closures import Paths, follow
 from flexdecode.graph_text import graph_to_text
@@ -29,7 +29,7 @@ from flexdecode.quantization import QuantizedTensor
 from flexdecode.tables import Tables
 from flexdecode.trace import Kind, find_sources
 
-__all__ = ["append_in_graph", "attention_in_graph", "create_mask_in_graph", "update_in_graph"]
+__all__ = ["Packed", "Unpackable", "append_in_graph", "attention_in_graph", "update_in_graph"]
 
 
 def _names(record: type, but: tuple[str, ...]) -> tuple[str, ...]:
@@ -57,7 +57,7 @@ _TORCH_FIELDS = (
 )
 
 
-class _Unpackable(Exception):
+class Unpackable(Exception):
     """Something that cannot be taken apart into tensors, numbers and text."""
 
 
@@ -111,7 +111,7 @@ def _stand_in(argument: Any) -> Any:
     return argument
 
 
-class _Packed:
+class Packed:
     """The lists of a packed call; `call` fills them.
 
     Parameters
@@ -136,7 +136,8 @@ class _Packed:
 
         Raises
         ------
-        _Unpackable
+        Unpackable
+            Something cannot be taken apart.
         """
         parts = []
         for name, value in arguments.items():
@@ -144,6 +145,8 @@ class _Packed:
                 continue
             if name == "score_mod":
                 text = self._rule(value, "score")
+            elif name == "mask_mod":
+                text = self._rule(value, "mask")
             elif name == "block_mask":
                 text = self._mask(value)
             elif name == "return_aux":
@@ -177,7 +180,7 @@ class _Packed:
             return f'["dtype", "{value}"]'
         if isinstance(value, tuple):
             return '["tuple", ' + ", ".join([self._value(each) for each in value]) + "]"
-        raise _Unpackable
+        raise Unpackable
 
     def _fields(self, record: Any, names: tuple[str, ...]) -> str:
         parts = [f'"{name}": ' + self._value(getattr(record, name)) for name in names]
@@ -199,7 +202,7 @@ class _Packed:
 
     def _options(self, options: Any) -> str:
         if not isinstance(options, dict):
-            raise _Unpackable
+            raise Unpackable
         parts = [f'"{name}": ' + self._value(value) for name, value in options.items()]
         return "{" + ", ".join(parts) + "}"
 
@@ -207,7 +210,7 @@ class _Packed:
         kind = "BlockMask"
         if isinstance(mask, BlockMask):
             if mask.rule_of_call is not None:
-                raise _Unpackable
+                raise Unpackable
             names = _MASK_FIELDS
             if isinstance(mask, BoundMask):
                 kind, names = "BoundMask", _BOUND_FIELDS
@@ -220,7 +223,7 @@ class _Packed:
             kind, tables = "torch", "null"
             fields = self._fields(mask, _TORCH_FIELDS)
         else:
-            raise _Unpackable
+            raise Unpackable
         rule = "null" if mask.mask_mod is None else self._rule(mask.mask_mod, "mask")
         return f'["{kind}", {fields}, {tables}, {rule}]'
 
@@ -232,29 +235,29 @@ class _Packed:
             read = self._read_partial(rule, kind)
         else:
             if not isinstance(rule, FunctionType):
-                raise _Unpackable
+                raise Unpackable
             within = _is_made_within(rule)
             if within and rule.__code__.co_freevars:
-                raise _Unpackable
+                raise Unpackable
             read = _read_rule(rule, kind, None)
         if read is None:
-            raise _Unpackable
+            raise Unpackable
         text, functions, constants, numbers, tensors, params, captures, guards, sizes = read
         if within and (len(functions) > 1 or constants or numbers or tensors):
-            raise _Unpackable
+            raise Unpackable
         # What follows tells the compiler what the text depends on.
         for path in functions:
             follow(rule, path).__code__  # noqa: B018
         for path, value in constants:
             if follow(rule, path) != value:
-                raise _Unpackable
+                raise Unpackable
         for slot, number in guards:
             if follow(rule, numbers[slot]) != number:
-                raise _Unpackable
+                raise Unpackable
         found = [follow(rule, path) for path in tensors]
         for slot, dim, size in sizes:
             if found[slot].shape[dim] != size:
-                raise _Unpackable
+                raise Unpackable
         values = [follow(rule, numbers[slot]) for slot in params]
         values += [found[slot] for slot in captures]
         parts = [self._value(each) for each in values]
@@ -265,7 +268,7 @@ class _Packed:
         while isinstance(function, MaskMod):
             function = function.fn
         if rule.keywords or not isinstance(function, FunctionType) or _is_made_within(function):
-            raise _Unpackable
+            raise Unpackable
         arguments: list[Any] = []
         for value in rule.args:
             if isinstance(value, Tensor):
@@ -277,7 +280,7 @@ class _Packed:
             elif isinstance(value, (float, torch.SymFloat)):
                 arguments.append(1.0)
             else:
-                raise _Unpackable
+                raise Unpackable
         return _read_rule(function, kind, tuple(arguments))
 
 
@@ -301,13 +304,13 @@ def attention_in_graph(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
         q, k or v requires grad while grad mode is on.
     """
     checks.check_grad(q, k, v)
-    packed = _Packed()
+    packed = Packed()
     stored = {"q": q, "k": k, "v": v}
     coded = {name: x for name, x in stored.items() if isinstance(x, QuantizedTensor)}
     data = [x.data if isinstance(x, QuantizedTensor) else x for x in (q, k, v)]
     try:
         call = packed.call({**coded, **arguments})  # the codes' scales and formats come first
-    except _Unpackable:
+    except Unpackable:
         return _attention_outside(q, k, v, arguments)
     out, lse, max_scores = torch.ops.flexdecode.attention(
         *data, call, packed.tensors, packed.ints, packed.floats
@@ -333,10 +336,10 @@ def _attention_outside(q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> Any
 
 def update_in_graph(mask: BoundMask) -> None:
     """Rewrite the tables of a bound mask, as an operator that changes them in place."""
-    packed = _Packed(writes=True)
+    packed = Packed(writes=True)
     try:
         call = packed.call({"block_mask": mask})
-    except _Unpackable:
+    except Unpackable:
         _update_outside(mask)
         return
     torch.ops.flexdecode.update(packed.tables, call, packed.tensors, packed.ints, packed.floats)
@@ -354,25 +357,8 @@ def append_in_graph(
     k_cache: Tensor, v_cache: Tensor, k_new: Tensor, v_new: Tensor, **arguments: Any
 ) -> None:
     """`append_kv` as an operator that changes the caches in place."""
-    packed = _Packed()
+    packed = Packed()
     call = packed.call(arguments)
     torch.ops.flexdecode.append(
         k_cache, v_cache, k_new, v_new, call, packed.tensors, packed.ints, packed.floats
     )
-
-
-def create_mask_in_graph(mask_mod: Any, BLOCK_SIZE: Any, **arguments: Any) -> BlockMask:
-    """`create_block_mask`: a lazy mask within the graph, any other outside of it."""
-    if [value for value in arguments.values() if value is not None]:
-        made: BlockMask = _create_outside(mask_mod, BLOCK_SIZE=BLOCK_SIZE, **arguments)
-        return made
-    size = BLOCK_SIZE if isinstance(BLOCK_SIZE, tuple) else (BLOCK_SIZE, BLOCK_SIZE)
-    return BlockMask(mask_mod, size, "lazy")
-
-
-@torch.compiler.disable(  # type: ignore[no-untyped-call, untyped-decorator]
-    reason="flexdecode.create_block_mask with sizes builds tables; leave the sizes out, or make "
-    "the mask outside of the compiled region"
-)
-def _create_outside(mask_mod: Any, **arguments: Any) -> BlockMask:
-    return create_block_mask(mask_mod, **arguments)

@@ -23,9 +23,10 @@ from torch import Tensor
 from flexdecode.block_mask import BlockMask
 from flexdecode.bound_mask import BoundMask
 from flexdecode.graph_text import graph_from_text
+from flexdecode.mask_arguments import check_captures
 from flexdecode.packed import PackedQueries
 from flexdecode.quantization import QuantizedTensor
-from flexdecode.tables import Tables
+from flexdecode.tables import Extent, Tables, build_tables
 from flexdecode.trace import Traced, TracedRule
 
 __all__ = ["is_transformed"]
@@ -48,6 +49,11 @@ _library.define(
 )
 _library.define(
     "update(Tensor(a!)[] tables, str call, Tensor[] tensors, SymInt[] ints, float[] floats) -> ()",
+    tags=(torch.Tag.needs_exact_strides,),
+)
+_library.define(
+    "tables(str call, Tensor[] tensors, SymInt[] ints, float[] floats, Device device) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.needs_exact_strides,),
 )
 
@@ -150,12 +156,68 @@ def _append(
     append_kv(k_cache, v_cache, k_new, v_new, **_unpack(call, tensors, ints, floats))
 
 
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _tables(
+    call: str, tensors: list[Tensor], ints: list[int], floats: list[float], device: torch.device
+) -> tuple[Tensor, ...]:
+    """Tables of a mask with sizes, and their states where those are kept."""
+    traced, extent = _extent(_unpack(call, tensors, ints, floats), device)
+    with torch.no_grad():
+        made = build_tables(traced, extent, compact=False)
+    states = made.kv_indices.new_empty(0) if made.states is None else made.states
+    return tuple(table.clone() for table in (*made.tensors, states))  # lists share a buffer
+
+
+def _tables_fake(
+    call: str, tensors: list[Tensor], ints: list[int], floats: list[float], device: torch.device
+) -> tuple[Tensor, ...]:
+    traced, extent = _extent(_unpack(call, tensors, ints, floats), device)
+    extent = extent.for_kernels(traced)
+    rows, columns = extent.num_blocks()
+    shape = (extent.B, extent.H, rows)
+
+    def lists() -> tuple[Tensor, Tensor]:
+        return (
+            torch.empty(shape, dtype=torch.int32, device=device),
+            torch.empty((*shape, columns), dtype=torch.int32, device=device),
+        )
+
+    if device.type == "cuda":
+        states = torch.empty((*shape, columns), dtype=torch.uint8, device=device)
+    else:
+        states = torch.empty(0, dtype=torch.int32, device=device)
+    return (*lists(), *lists(), states)
+
+
+def _extent(arguments: dict[str, Any], device: torch.device) -> tuple[Traced, Extent]:
+    capacity, q_len = arguments["KV_LEN"], arguments["Q_LEN"]
+    kv_len = arguments.get("kv_len", capacity)
+    if isinstance(kv_len, Tensor):
+        kv_len = kv_len.clamp(0, capacity)
+    q_offset = arguments.get("q_offset")
+    traced = arguments["mask_mod"].traced
+    check_captures(traced, device)
+    extent = Extent(
+        arguments["B"],
+        arguments["H"],
+        q_len,
+        capacity,
+        kv_len,
+        kv_len - q_len if q_offset is None else q_offset,
+        arguments["BLOCK_SIZE"],
+        device,
+    )
+    return traced, extent
+
+
 _library.impl("attention", _attention, "CompositeExplicitAutograd")
 _library.impl("append", _append, "CompositeExplicitAutograd")
 _library.impl("update", _update, "CompositeExplicitAutograd")
+_library.impl("tables", _tables, "CompositeExplicitAutograd")
 torch.library.register_fake("flexdecode::attention", _attention_fake, lib=_library)
 torch.library.register_fake("flexdecode::append", lambda *arguments: None, lib=_library)
 torch.library.register_fake("flexdecode::update", lambda *arguments: None, lib=_library)
+torch.library.register_fake("flexdecode::tables", _tables_fake, lib=_library)
 torch.library.register_vmap("flexdecode::attention", _attention_vmap, lib=_library)
 
 

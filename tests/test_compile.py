@@ -299,6 +299,41 @@ def test_masks_made_in_the_region():
     region.check(Q)
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_masks_with_sizes_made_in_the_region(backend):
+    """Tables are built once, by an operator; the rule may be a partial of the region's tensors."""
+
+    def region(q, k, v, first, wanted):
+        ids = torch.arange(k.shape[2]) % 5
+        mask = create_block_mask(
+            functools.partial(in_ids, ids, wanted),
+            B,
+            None,
+            q.shape[2],
+            k.shape[2],
+            "cpu",
+            16,
+            q_offset=first,
+        )
+        return attention(q, k, v, block_mask=mask) + attention(q * 2, k, v, block_mask=mask)
+
+    region = Compiled(region, backend)
+    for i in range(4):
+        region.check(Q, K[:, :, : 40 + i], V[:, :, : 40 + i], torch.tensor([3, i]), 2 + i % 3)
+    assert region.count <= 2
+
+
+def test_sizes_of_a_rule_over_a_list_break_the_graph():
+    limit = [30]
+
+    def region(q):
+        rule = lambda b, h, q_idx, kv_idx: kv_idx < limit[0]  # noqa: E731
+        mask = create_block_mask(rule, None, None, 1, LKV, device="cpu")
+        return attention(q * 2, K, V, block_mask=mask) + 1
+
+    torch.testing.assert_close(torch.compile(region, backend="eager")(Q), region(Q))
+
+
 def test_what_no_graph_holds_breaks_it_and_says_why():
     limit = [30]
     mask = create_block_mask(lambda b, h, q_idx, kv_idx: kv_idx < limit[0])
@@ -397,7 +432,7 @@ def test_export_with_dynamic_shapes_survives_a_file(strict):
 @pytest.mark.parametrize("name", ["bound", "score", "no mask"])
 def test_operators_pass_torchs_own_checks(name):
     arguments = CASES[name](0)
-    packed = compiled._Packed()
+    packed = compiled.Packed()
     call = packed.call({"return_aux": AuxRequest(lse=True), "backend": "auto", **arguments})
     torch.library.opcheck(
         torch.ops.flexdecode.attention.default,
@@ -405,7 +440,7 @@ def test_operators_pass_torchs_own_checks(name):
         test_utils=("test_schema", "test_faketensor"),
     )
     if name == "bound":
-        packed = compiled._Packed(writes=True)
+        packed = compiled.Packed(writes=True)
         call = packed.call(arguments)
         torch.library.opcheck(
             torch.ops.flexdecode.update.default,

@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "__main__": "flexdecode backends bench console demo rule_text visualize",
     "api": "backends block_mask checks compiled mask_arguments mods ops packed plan problem "
     "quantization trace",
-    "appending": "backends checks compiled kernels",
+    "appending": "backends checks compiled kernels quantization",
     "backends": "problem",
     "backends.cpu": "block_codes caches evaluate packed plan problem quantization "
     "rows softmax tables trace",
@@ -32,8 +32,8 @@ MAY_IMPORT = {
     "bench": "flexdecode console",
     "block_codes": "tables",
     "block_counts": "tables",
-    "block_mask": "block_counts block_predicates bound_mask compiled explanation mask_algebra "
-    "mask_arguments mask_resolution mods packed problem tables trace visualize",
+    "block_mask": "block_counts block_predicates bound_mask compiled_masks explanation "
+    "mask_algebra mask_arguments mask_resolution mods packed problem tables trace visualize",
     "block_predicates": "tables",
     "block_states": "evaluate intervals packed problem trace",
     "bound_mask": "block_mask checks compiled mask_arguments mask_resolution packed tables trace",
@@ -49,6 +49,7 @@ MAY_IMPORT = {
     "compiled": "api block_mask bound_mask checks closures graph_text mods packed quantization "
     "tables trace",
     "console": "",
+    "compiled_masks": "block_mask compiled mask_arguments tables",
     "demo": "flexdecode console tables visualize",
     "device_tables": "codegen interval_codegen kernels tables",
     "distributed": "api checks merging",
@@ -73,8 +74,8 @@ MAY_IMPORT = {
     "merging": "kernels",
     "mods": "",
     "operations": "graph proxies",
-    "ops": "api appending block_mask bound_mask graph_text kernels.tables packed quantization "
-    "tables trace",
+    "ops": "api appending block_mask bound_mask graph_text kernels.tables mask_arguments packed "
+    "quantization tables trace",
     "packed": "block_mask kernels problem quantization tables",
     "plan": "kernels.configs problem quantization",
     "problem": "block_mask packed quantization trace",
