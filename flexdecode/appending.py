@@ -10,13 +10,14 @@ from torch import Tensor
 
 from flexdecode import checks
 from flexdecode.backends import choose_backend
+from flexdecode.quantization import QuantizedTensor, stored_like
 
 __all__ = ["append_kv"]
 
 
 def append_kv(
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Tensor | QuantizedTensor,
+    v_cache: Tensor | QuantizedTensor,
     k_new: Tensor,
     v_new: Tensor,
     *,
@@ -38,8 +39,9 @@ def append_kv(
     Parameters
     ----------
     k_cache : Tensor, [B or 1, Hkv, Lkv, D], or [num_pages, Hkv, page_size, D] with `page_table`
-        Written. Any strides.
-    v_cache : Tensor, like `k_cache` with head dim Dv
+        Written. Any strides. A `QuantizedTensor` gets codes and coefficients of the new rows; where
+        rows share a scale, it stays, and what it cannot hold becomes the greatest code.
+    v_cache : Tensor or QuantizedTensor, like `k_cache` with head dim Dv
         Written.
     k_new : Tensor, [B, Hkv, n, D], or [1, Hkv, total, D] with `cu_seqlens`
         Any strides; converted to the dtype of the cache.
@@ -68,7 +70,7 @@ def append_kv(
     Notes
     -----
     A row that would lie past the end of the cache, or on page -1, is dropped. Moves the new rows
-    once in and once out.
+    once in and once out; quantising them first takes some small kernels more.
 
     References
     ----------
@@ -85,12 +87,13 @@ def append_kv(
     >>> k_cache.flatten().tolist(), v_cache.flatten().tolist()
     ([0.0, 1.0, 1.0, 0.0], [0.0, 5.0, 5.0, 0.0])
     """
-    if torch.compiler.is_compiling():
+    plain = isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)
+    if torch.compiler.is_compiling() and plain:
         from flexdecode.compiled import append_in_graph
 
         append_in_graph(
-            k_cache,
-            v_cache,
+            k_cache,  # type: ignore[arg-type]
+            v_cache,  # type: ignore[arg-type]
             k_new,
             v_new,
             kv_len=kv_len,
@@ -132,6 +135,14 @@ def append_kv(
         "cu_seqlens": cu_seqlens,
     }
     with torch.no_grad():
+        if not plain:
+            if rotary is not None:
+                k_new = _turned(k_new, length, cu_seqlens, *rotary, rotary_interleaved)
+            _append_parts(
+                stored_like(k_cache, k_new), stored_like(v_cache, v_new), options, backend
+            )
+            return
+        assert isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)
         if choose_backend(backend, device) != "triton":
             _append(k_cache, k_new, **options, rotary=rotary, interleaved=rotary_interleaved)
             _append(v_cache, v_new, **options, rotary=None, interleaved=False)
@@ -150,17 +161,63 @@ def append_kv(
             )
 
 
+def _append_parts(
+    k_parts: list[tuple[Tensor, Tensor]],
+    v_parts: list[tuple[Tensor, Tensor]],
+    options: dict[str, Any],
+    backend: str,
+) -> None:
+    """Write codes and coefficients; what only one of k and v has is written twice."""
+    for n in range(max(len(k_parts), len(v_parts))):
+        k, k_new = k_parts[min(n, len(k_parts) - 1)]
+        v, v_new = v_parts[min(n, len(v_parts) - 1)]
+        if choose_backend(backend, k.device) != "triton":
+            _append(k, k_new, **options, rotary=None, interleaved=False)
+            _append(v, v_new, **options, rotary=None, interleaved=False)
+            continue
+        from flexdecode.kernels.append import launch_append
+
+        with torch.cuda.device(k.device) if k.is_cuda else contextlib.nullcontext():
+            launch_append(k, v, k_new, v_new, **options, rotary=None, interleaved=False)
+
+
+def _turned(
+    x: Tensor,
+    kv_len: int | Tensor,
+    cu_seqlens: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+) -> Tensor:
+    """Rotate new keys, [B, H, n, D] or packed; nothing waits for the device."""
+    B, _, n, _ = x.shape
+    place = torch.arange(n, device=x.device)
+    if cu_seqlens is None:
+        length = kv_len.long()[:, None] if isinstance(kv_len, Tensor) else kv_len
+        kv_idx = (place + length).expand(B, n)
+    else:
+        starts = cu_seqlens.long()
+        b = torch.searchsorted(starts[1:].contiguous(), place, right=True)
+        b = b.clamp(max=len(starts) - 2)
+        length = kv_len.long()[b] if isinstance(kv_len, Tensor) else kv_len
+        kv_idx = (place - starts[b] + length)[None]
+    kv_idx = kv_idx.flatten().clamp(0, cos.shape[0] - 1)
+    rows = _rotated(x.transpose(1, 2).flatten(0, 1), kv_idx, cos, sin, interleaved)
+    return rows.unflatten(0, (B, n)).transpose(1, 2)  # type: ignore[no-untyped-call,no-any-return]
+
+
 def _check_tensors(k_cache: Any, v_cache: Any, k_new: Any, v_new: Any) -> None:
     given = {"k_cache": k_cache, "v_cache": v_cache, "k_new": k_new, "v_new": v_new}
     for name, x in given.items():
-        if not isinstance(x, Tensor):
+        packed = isinstance(x, QuantizedTensor) and name.endswith("cache")
+        if not isinstance(x, Tensor) and not packed:
             raise TypeError(f"{name}: expected a Tensor, got {type(x).__name__}")
         if x.dim() != 4:
             raise ValueError(
                 f"{name}: expected 4 dims [batch, heads, length, head dim], got {x.dim()} "
                 f"(shape {list(x.shape)})"
             )
-        if not x.is_floating_point():
+        if not packed and not x.is_floating_point():
             raise TypeError(f"{name}: expected a floating-point tensor, got {x.dtype}")
         if x.device != k_cache.device:
             raise ValueError(

@@ -14,7 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["QuantizedTensor", "as_tensor", "dequantize", "quantize", "row_bytes", "with_scales"]
+__all__ = [
+    "QuantizedTensor",
+    "as_tensor",
+    "dequantize",
+    "quantize",
+    "row_bytes",
+    "stored_like",
+    "with_scales",
+]
 
 GROUPS = (1, 2, 4, 8)
 FORMATS = ("int4", "fp8", "fp8_e5m2", "int8")
@@ -290,6 +298,52 @@ def row_bytes(x: Tensor | QuantizedTensor) -> int:
     return x.codes.shape[3] * x.codes.element_size() + own
 
 
+def stored_like(cache: Tensor | QuantizedTensor, new: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Split new rows into what each part of a cache's memory is to hold.
+
+    Parameters
+    ----------
+    cache : Tensor or QuantizedTensor, [B, H, L, D]
+    new : Tensor, [n, H, rows, D]
+
+    Returns
+    -------
+    list of (Tensor [B, H, L, d], Tensor [n, H, rows, d])
+        Views of the cache, and rows of the same kind: codes and coefficients, or the rows
+        themselves.
+    """
+    if not isinstance(cache, QuantizedTensor):
+        return [(cache, new)]
+    format, scale = str(cache.format), cache.scale
+    if cache.layout == "interleaved":
+        packed = _quantize_int4(new.float(), cache.groups, cache.layout, cache.dtype)
+        return [(cache.data, packed.data)]
+    codes = cache.codes
+    if scale is not None and (cache.by_row or scale.dtype == torch.int32):
+        if scale.shape[2] != cache.shape[2]:
+            raise ValueError(
+                f"scale: expected one for each row, head or cache to append to, got shape "
+                f"{list(scale.shape)}"
+            )
+        if format == "int4":
+            packed = _quantize_int4(new.float(), cache.groups, cache.layout, cache.dtype)
+            made, words = packed.data, packed.scale
+        else:
+            made, words = _quantize_bytes(new.float(), format, "row", scale.dtype)
+        assert words is not None
+        if scale.dim() == 3:
+            scale = scale.unsqueeze(-1)
+        words = words.view(*new.shape[:3], scale.shape[3])
+        return [(_as_bytes(codes), _as_bytes(made)), (scale, words)]
+    wide = torch.ones((), device=new.device) if scale is None else scale.float()
+    wide = wide.view(1, -1, 1, 1) if wide.dim() else wide
+    return [(_as_bytes(codes), _as_bytes(_round_to_codes(new.float(), wide, format)))]
+
+
+def _as_bytes(codes: Tensor) -> Tensor:
+    return codes if codes.dtype == torch.int16 else codes.view(torch.uint8)
+
+
 def quantize(
     x: Tensor,
     format: str,
@@ -401,11 +455,16 @@ def _quantize_bytes(
     stored = scale if scale_dtype == torch.float32 else _to_half(scale)
     wide = stored.float()
     wide = wide.view(1, -1, 1, 1) if per == "head" else wide.unsqueeze(-1) if per == "row" else wide
-    if format == "int8":
-        codes = _nearest(x, wide, -127, 127).to(torch.int8)
-    else:
-        codes = _ratio(x, wide).clamp(-largest, largest).to(_FLOAT8[format])
+    codes = _round_to_codes(x, wide, format)
     return codes, stored if shift is None else _pack_halves(stored, shift)
+
+
+def _round_to_codes(x: Tensor, scale: Tensor, format: str) -> Tensor:
+    """Divide by the scale and round to the nearest code of one byte."""
+    if format == "int8":
+        return _nearest(x, scale, -127, 127).to(torch.int8)
+    largest = _LARGEST[format]
+    return _ratio(x, scale).clamp(-largest, largest).to(_FLOAT8[format])
 
 
 # -- arithmetic ----

@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexdecode import QuantizedTensor, attention, create_block_mask, dequantize, explain, quantize
+from flexdecode import (
+    QuantizedTensor,
+    append_kv,
+    attention,
+    create_block_mask,
+    dequantize,
+    explain,
+    quantize,
+)
 from tests.backend_cases import BACKENDS, GPU, Backend, every_backend
 from tests.helpers import assert_matches, assert_within, dense_attention, random_inputs
 
@@ -239,3 +247,46 @@ def test_messages() -> None:
     odd = k[..., :15].to(torch.float8_e4m3fn)
     with pytest.raises(ValueError, match=r"k: expected an even head dim and even strides for fp8"):
         attention(q[..., :15], odd, v, backend="triton")
+
+
+@every_backend
+@pytest.mark.parametrize(
+    ("k_as", "v_as", "page"),
+    [("int4 2", "fp8", 0), ("rows", "fp8 head", 8), ("fp8 words", "int8", 0), ("plain", "int4", 8)],
+)
+def test_new_rows_are_quantised_on_the_way_in(
+    backend: Backend, k_as: str, v_as: str, page: int
+) -> None:
+    B, Hkv, L, D, n = 2, 2, 24, 16, 3
+    device = backend.device
+    _, k, v = random_inputs(B, Hkv, Hkv, 1, L, D, device=device)
+    new_k, new_v = (0.5 * x[:, :, :n] + 0.1 for x in (v, k))
+    kv_len = torch.tensor([5, L - 1], device=device)  # two of the last rows do not fit
+    table = torch.tensor([[4, 0, 2], [1, 5, 3]], device=device, dtype=torch.int32)
+    angles = torch.linspace(0, 1, 40 * 4, device=device).view(40, 4)
+    call: dict[str, Any] = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+    caches, dense = [], []
+    for x, name in ((k, k_as), (v, v_as)):
+        rows = stored(paged(x, table.cpu(), page) if page else x.clone(), name)
+        caches.append(rows)
+        found = meaning(rows)
+        dense.append(found[table.long()].transpose(1, 2).flatten(2, 3) if page else found)
+    if page:
+        call["page_table"] = table
+    append_kv(*caches, new_k, new_v, kv_len=kv_len, backend=backend.name, **call)
+    append_kv(
+        *dense,
+        new_k,
+        new_v,
+        kv_len=kv_len,
+        backend="reference",
+        **({name: x for name, x in call.items() if name != "page_table"}),
+    )
+    for rows, right, name in zip(caches, dense, (k_as, v_as), strict=True):
+        found = meaning(rows)
+        if page:
+            found = found[table.long()].transpose(1, 2).flatten(2, 3)
+        assert ((found - right).abs() <= 0.07 * right.abs() + 0.12 * ("plain" != name)).all()
+        kept = torch.arange(L, device=device) < kv_len[:, None]
+        kept |= torch.arange(L, device=device) >= kv_len[:, None] + n
+        assert torch.equal(found.transpose(1, 2)[kept], right.transpose(1, 2)[kept])
