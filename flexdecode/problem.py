@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from flexdecode.mask_resolution import ResolvedMask
     from flexdecode.packed import PackedQueries
     from flexdecode.quantization import QuantizedTensor
@@ -156,8 +158,11 @@ class Result:
     out : Tensor, [B, Hq, Lq, Dv], dtype of q
     lse, max_scores : Tensor [B, Hq, Lq], float32 (float64 from the reference), or None
         Natural log and natural units; ``-inf`` where nothing is allowed.
+    repeatable : callable (dict of str to Tensor) -> Result or None, or None
+        Runs calls that differ in their tensors alone, where the backend can.
     """
 
     out: Tensor
     lse: Tensor | None
     max_scores: Tensor | None
+    repeatable: Callable[[dict[str, Tensor]], Result | None] | None = None

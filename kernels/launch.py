@@ -5,26 +5,25 @@ earlier one only fills in its tensors. Compiled variants are kept for all plans 
 Triton's own look-up, which costs more than a short kernel runs.
 """
 
-import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from triton import knobs
+from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
 
-from flexdecode.kernels.call import Codes, DecodeCall, Mod, vector_stride
+from flexdecode.kernels.arguments import NO_MOD, NOT_QUANTIZED, Arguments
+from flexdecode.kernels.call import Codes, DecodeCall
 from flexdecode.kernels.configs import MIN_TILE, DecodeConfig, next_power_of_2, split_dim
 from flexdecode.kernels.decode import _decode_kernel
 from flexdecode.kernels.layout import Layout
 from flexdecode.kernels.reduce import _reduce_kernel
 
-NO_MOD = Mod(None)
-NOT_QUANTIZED = Codes("", "", 1, None)
-
-
-# Compiled variants by kernel, constants, options and what `run_plan` finds in a call.
+# Compiled variants by kernel, constants, options and what `Arguments` finds in a call.
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
@@ -43,11 +42,24 @@ class Launch:
             (kernel, self.values, tuple(options.items())), {}
         )
 
-    def __call__(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> None:
+    def __call__(self, key: tuple[Any, ...], arguments: Sequence[Any]) -> None:
         """Launch; `key` tells apart what Triton would compile apart."""
         variant = self.variants.get(key)
         if variant is not None:
-            variant[self.grid](*arguments, *self.values)
+            hooks = knobs.runtime
+            if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # of a profiler
+                variant[self.grid](*arguments, *self.values)
+                return
+            stream = driver.active.get_current_stream(driver.active.get_current_device())
+            variant.run(
+                *self.grid,
+                stream,
+                variant.function,
+                variant.packed_metadata,
+                *(None, None, None),  # metadata for hooks, and the hooks
+                *arguments,
+                *self.values,
+            )
             return
         variant = self.kernel.run(
             *arguments, grid=self.grid, warmup=False, **self.constants, **self.options
@@ -219,155 +231,30 @@ def make_plan(call: DecodeCall, config: DecodeConfig) -> Plan:
     )
 
 
-def run_plan(plan: Plan, call: DecodeCall) -> None:
+def run_plan(plan: Plan, call: DecodeCall) -> Arguments | None:
     """Launch the decode kernel and, where rows may have several items, the reduction.
 
-    Moves the active blocks of `k` and `v` once per query tile, `q` and `out` once, and
-    ``(Dv + 2) * 4`` bytes for each row and item, written and read, of rows with several items.
+    Returns
+    -------
+    Arguments or None
+        What was launched, for calls that look like this one; None where there was nothing to do.
     """
-    q, k, v, out = call.q, call.k, call.v, call.out
-    if out.numel() == 0:
-        return
-    tables: Any = call.tables or _NO_TABLES
-    score_mod, mask_mod = call.score_mod or NO_MOD, call.mask_mod or NO_MOD
-    kv_len_ptr, stride_kv_len, kv_len = vector_stride(call.kv_len)
-    kv_start, stride_kv_start, _ = vector_stride(call.kv_start)
-    q_offset_ptr, stride_q_offset, q_offset = vector_stride(call.q_offset)
-    page_table = call.page_table
-    parts = plan.parts
-    if parts:
-        scratch = torch.empty(plan.scratch, dtype=call.partial_dtype, device=out.device)
-    else:
-        scratch = _nothing(out.device)
-    bias, sinks, lse, max_scores = call.bias, call.sinks, call.lse, call.max_scores
-    # What Triton compiles apart and a plan does not fix: kinds of arguments, and whether addresses
-    # are multiples of 16 bytes. Mods fix the kinds of what they capture.
-    tensors = (
-        q,
-        k,
-        v,
-        out,
-        *[x for x in (*score_mod.args, *mask_mod.args) if type(x) is not float],
-    )
-    k_codes, v_codes = call.k_codes or NOT_QUANTIZED, call.v_codes or NOT_QUANTIZED
-    key = (
-        q.dtype,
-        k.dtype,
-        v.dtype,
-        call.q_scale is None,
-        _kind(k_codes.coefficients),
-        _kind(v_codes.coefficients),
-        _kind(scratch),
-        plan.last_strides,
-        _kind(bias),
-        _kind(sinks),
-        lse is None,
-        max_scores is None,
-        _kind(kv_len_ptr),
-        _kind(kv_start),
-        _kind(q_offset_ptr),
-        page_table is None,
-        call.tiles is None,
-        tables.full_kv_indices is None,
-        tables.block_state is None,
-        tables.kv_indices is None,
-        tuple([x.data_ptr() & 15 == 0 for x in tensors]),
-        out.device.index,
-    )
-    plan.decode(
-        key,
-        (
-            q,
-            *plan.strides_q,
-            k,
-            *plan.strides_k,
-            v,
-            *plan.strides_v,
-            call.q_scale,
-            *plan.strides_q_scale,
-            k_codes.coefficients,
-            *plan.strides_k_codes,
-            v_codes.coefficients,
-            *plan.strides_v_codes,
-            bias,
-            *plan.strides_bias,
-            sinks,
-            page_table,
-            0 if page_table is None else page_table.stride(0),
-            out,
-            *plan.strides_out,
-            lse,
-            max_scores,
-            scratch,
-            parts,
-            kv_len_ptr,
-            stride_kv_len,
-            kv_start,
-            stride_kv_start,
-            q_offset_ptr,
-            stride_q_offset,
-            call.tiles,
-            tables.kv_num_blocks,
-            tables.kv_indices,
-            tables.full_kv_num_blocks,
-            tables.full_kv_indices,
-            *plan.strides_tables,
-            *plan.columns,
-            tables.block_state,
-            *plan.strides_state,
-            call.scale,
-            kv_len,
-            q_offset,
-            *plan.sizes,
-            *plan.numbering,
-            score_mod.args,
-            mask_mod.args,
-        ),
-    )
-    if plan.reduce is None:
-        return
-    plan.reduce(
-        key,
-        (
-            scratch,
-            parts,
-            sinks,
-            out,
-            *out.stride()[:3],
-            lse,
-            max_scores,
-            kv_len_ptr,
-            stride_kv_len,
-            kv_start,
-            stride_kv_start,
-            call.tiles,
-            tables.kv_num_blocks,
-            tables.full_kv_num_blocks,
-            *plan.strides_tables,
-            kv_len,
-            *plan.sizes,
-            *plan.numbering,
-        ),
-    )
+    if call.out.numel() == 0:
+        return None
+    arguments = Arguments(plan, call)
+    arguments.launch()
+    return arguments
 
 
-@functools.cache
-def _nothing(device: torch.device) -> Tensor:
-    """Return a float32 address that a kernel never uses."""
-    return torch.zeros(1, dtype=torch.float32, device=device)
-
-
-def _kind(x: Tensor | None) -> torch.dtype | None:
-    return None if x is None else x.dtype
-
-
-def decode(call: DecodeCall, config: DecodeConfig) -> Plan:
+def decode(call: DecodeCall, config: DecodeConfig) -> tuple[Plan, Arguments | None]:
     """Run one attention call, in smaller tiles where the compiler needs more memory than estimated.
 
     Returns
     -------
-    Plan
-        What ran; `run_plan` carries it out again for calls that look alike.
+    plan : Plan
+        `run_plan` carries it out again for calls that look alike.
+    arguments : Arguments or None
+        See `run_plan`.
 
     Raises
     ------
@@ -377,8 +264,7 @@ def decode(call: DecodeCall, config: DecodeConfig) -> Plan:
     while True:
         plan = make_plan(call, config)
         try:
-            run_plan(plan, call)
-            return plan
+            return plan, run_plan(plan, call)
         except OutOfResources:
             if config.num_stages > 1:
                 config = replace(config, num_stages=config.num_stages - 1)
@@ -404,10 +290,3 @@ def state_strides(state: Tensor) -> tuple[int, int, int]:
     """Return (sequence, head, query block) strides of a block_state, 0 where broadcast."""
     sequences, heads, rows, columns = state.shape
     return (heads * rows * columns if sequences > 1 else 0), rows * columns, columns
-
-
-class _NoTables:
-    kv_num_blocks = kv_indices = full_kv_num_blocks = full_kv_indices = block_state = None
-
-
-_NO_TABLES = _NoTables()

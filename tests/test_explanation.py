@@ -172,8 +172,9 @@ def test_the_plan_is_the_one_that_the_backend_makes(sizes, block_size, kv_len, m
     run = backend.decode
 
     def decode(call, config):
-        made.append(run(call, config))
-        return made[-1]
+        plan, arguments = run(call, config)
+        made.append(plan)
+        return plan, arguments
 
     small = explanation.Target("interpreter", configs.INTERPRETED)
     monkeypatch.setitem(explanation._KNOWN, "interpreter", small)

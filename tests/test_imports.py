@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "quantization",
     "__main__": "flexdecode backends bench console demo rule_text visualize",
     "api": "backends block_mask checks compiled mask_arguments mods ops packed plan problem "
-    "quantization trace",
+    "quantization repeats trace",
     "appending": "backends checks compiled kernels quantization",
     "backends": "problem",
     "backends.cpu": "block_codes caches evaluate packed plan problem quantization "
@@ -82,6 +82,7 @@ MAY_IMPORT = {
     "proxies": "graph operations",
     "quantization": "",
     "range_tables": "",
+    "repeats": "block_mask bound_mask checks problem trace",
     "rule_text": "masks",
     "rows": "caches evaluate softmax",
     "softmax": "",

@@ -1,0 +1,201 @@
+"""Calls like an earlier one skip its checks, and nothing that a check would have told."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flexdecode import AuxRequest, api, attention, create_block_mask, repeats
+from flexdecode.masks import causal, sliding_window, softcap
+
+pytest.importorskip("triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(shape, device=DEVICE)
+
+
+def tensors(B: int = 2, Lkv: int = 70, D: int = 16) -> tuple[Tensor, Tensor, Tensor]:
+    return draw(B, 4, 1, D), draw(B, 2, Lkv, D), draw(B, 2, Lkv, D)
+
+
+def call(*qkv: Tensor, **arguments: Any) -> Any:
+    return attention(*qkv, **arguments, backend="triton")
+
+
+def same(*qkv: Tensor, **arguments: Any) -> None:
+    out = call(*qkv, **arguments)
+    wanted = attention(*qkv, **arguments, backend="reference")
+    torch.testing.assert_close(out, wanted, atol=2e-5, rtol=2e-5)
+
+
+@pytest.fixture
+def ordinary(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The calls that took the ordinary way."""
+    taken: list[str] = []
+    prepare = api.prepare
+
+    def counted(*arguments: Any, **words: Any) -> Any:
+        taken.append(words["backend"])
+        return prepare(*arguments, **words)
+
+    monkeypatch.setattr(api, "prepare", counted)
+    monkeypatch.setattr(repeats, "_without_mask", OrderedDict())
+    return taken
+
+
+def ways(ordinary: list[str]) -> int:
+    return ordinary.count("triton")
+
+
+@pytest.mark.parametrize("bound", [False, True])
+@pytest.mark.parametrize("scored", [False, True])
+def test_other_tensors_of_the_same_shapes(ordinary: list[str], bound: bool, scored: bool) -> None:
+    kv_len = torch.tensor([70, 31], device=DEVICE)
+    arguments: dict[str, Any] = {"kv_len": kv_len}
+    if scored:
+        arguments["score_mod"] = softcap(3.0)
+    if bound:
+        mask = create_block_mask(causal & sliding_window(33), BLOCK_SIZE=32)
+        arguments["block_mask"] = mask.bind(
+            batch=2, heads=4, q_len=1, kv_len=kv_len, kv_capacity=70
+        )
+    for _ in range(3):
+        kv_len.random_(1, 71)
+        if bound:
+            arguments["block_mask"].update()
+        same(*tensors(), **arguments)
+    assert ways(ordinary) == 1
+    if not bound:
+        arguments["kv_len"] = torch.tensor([5, 6], device=DEVICE)
+        same(*tensors(), **arguments)
+        assert ways(ordinary) == 1
+
+
+def test_statistics_sinks_and_pages(ordinary: list[str]) -> None:
+    for _ in range(2):
+        q, k, v = tensors()
+        pool = k[:, :, :64].unflatten(2, (4, 16)).transpose(1, 2).flatten(0, 1).contiguous()
+        other = v[:, :, :64].unflatten(2, (4, 16)).transpose(1, 2).flatten(0, 1).contiguous()
+        table = torch.arange(8, device=DEVICE, dtype=torch.int32).view(2, 4)
+        given: dict[str, Any] = {"sinks": draw(4), "kv_len": torch.tensor([60, 9], device=DEVICE)}
+        given["return_aux"] = AuxRequest(lse=True, max_scores=True)
+        out, aux = call(q, pool, other, page_table=table, **given)
+        wanted, wanted_aux = attention(q, k, v, **given, backend="reference")
+        torch.testing.assert_close(out, wanted, atol=2e-5, rtol=2e-5)
+        for got, want in zip(aux, wanted_aux, strict=True):
+            torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=2e-5)
+    assert ways(ordinary) == 1
+
+
+def test_whatever_changes_takes_the_ordinary_way(ordinary: list[str]) -> None:
+    given = tensors()
+    same(*given)
+    same(*tensors(B=3))
+    same(*tensors(Lkv=71))
+    same(*tensors(D=24))
+    same(*(x.half() for x in given)) if DEVICE == "cuda" else None
+    same(*given, scale=0.5)
+    same(*given, kv_len=3)
+    same(*given, kv_len=torch.tensor([3], device=DEVICE))
+    same(*given, kv_len=torch.tensor([3, 4], device=DEVICE))
+    same(given[0], given[1].transpose(2, 3).contiguous().transpose(2, 3), given[2])
+    wanted = 10 if DEVICE == "cuda" else 9
+    assert ways(ordinary) == wanted
+
+
+def test_rules_are_looked_at_again(ordinary: list[str]) -> None:
+    factor = 2.0
+    slopes = torch.ones(4, device=DEVICE)
+
+    def scaled(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score * factor * slopes[h]
+
+    width = 20
+
+    def window(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return q_idx - kv_idx < width
+
+    bound = create_block_mask(window, BLOCK_SIZE=32).bind(
+        batch=2, heads=4, q_len=1, kv_len=70, device=DEVICE
+    )
+    given = tensors()
+    for _ in range(2):
+        same(*given, score_mod=scaled, block_mask=bound)
+    assert ways(ordinary) == 1
+    slopes.mul_(0.3)  # live
+    same(*given, score_mod=scaled, block_mask=bound)
+    assert ways(ordinary) == 1
+    factor = 0.5
+    same(*given, score_mod=scaled, block_mask=bound)
+    slopes = torch.full((4,), 0.1, device=DEVICE)
+    same(*given, score_mod=scaled, block_mask=bound)
+    width = 40
+    bound.update()
+    same(*given, score_mod=scaled, block_mask=bound)
+    bound.update(kv_len=50)
+    same(*given, score_mod=scaled, block_mask=bound)
+    assert ways(ordinary) == 5
+
+
+def test_a_captured_tensor_with_another_layout(ordinary: list[str]) -> None:
+    table = torch.rand(2, 70, device=DEVICE)
+    kept = create_block_mask(lambda b, h, q_idx, kv_idx: table[b, kv_idx] < 0.5, BLOCK_SIZE=32)
+    bound = kept.bind(batch=2, heads=4, q_len=1, kv_len=70, device=DEVICE)
+    given = tensors()
+    same(*given, block_mask=bound)
+    table.set_(torch.rand(70, 2, device=DEVICE).T)  # type: ignore[call-overload]
+    bound.update()
+    same(*given, block_mask=bound)
+
+
+def test_what_has_to_be_refused_still_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = tensors()
+    table = torch.arange(70, device=DEVICE, dtype=torch.int32).view(2, 35)
+    pool = draw(70, 2, 2, 16)
+    given = {"page_table": table, "kv_len": torch.tensor([70, 70], device=DEVICE)}
+    bound = create_block_mask(causal).bind(batch=2, heads=4, q_len=1, kv_len=70, device=DEVICE)
+    for _ in range(2):
+        call(q, k, v)
+        call(q, k, v, block_mask=bound)
+        call(q, pool, pool, **given)
+    with pytest.raises(ValueError, match="q: expected a tensor that does not require grad"):
+        call(q.clone().requires_grad_(), k, v)
+    with pytest.raises(ValueError, match="block_mask: expected batch 2"):
+        call(q[:1], k[:1], v[:1], block_mask=bound)
+    with pytest.raises(ValueError, match="kv_len: expected what the block_mask is bound to"):
+        call(q, k, v, block_mask=bound, kv_len=69)
+    with pytest.raises(ValueError, match="kernel_options"):
+        call(q, k, v, kernel_options={"fast": True})
+    monkeypatch.setenv("FLEXDECODE_CHECK", "1")
+    table[1, 3] = 99
+    with pytest.raises(ValueError, match="page_table: expected pages in"):
+        call(q, pool, pool, **given)
+
+
+def use_and_forget() -> list[weakref.ref[Any]]:
+    table = torch.rand(70, device=DEVICE)
+
+    def biased(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + table[kv_idx]
+
+    bound = create_block_mask(causal).bind(batch=2, heads=4, q_len=1, kv_len=70, device=DEVICE)
+    given = tensors()
+    for _ in range(2):
+        call(*given, score_mod=biased)
+        call(*given, score_mod=biased, block_mask=bound)
+    return [weakref.ref(x) for x in (*given, table, bound)]
+
+
+def test_nothing_is_kept_alive() -> None:
+    kept = use_and_forget()
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * 5
