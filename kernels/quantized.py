@@ -12,8 +12,8 @@ moves through shared memory as a tile of halves would, and gives two or four til
 *pieces*, whose columns lie a unit apart. The order of columns does not matter to a dot: q is
 loaded, and the output stored, in the order of the pieces. Nothing is ever interleaved, and on CUDA
 two units of neighbouring rows share a register, so that decoding takes three or four instructions
-for two numbers. It is integer arithmetic, in assembly since the compiler takes numbers one by one:
-fp8 types do not exist everywhere, and conversion instructions are slower where they do.
+for two numbers. It is integer arithmetic, since fp8 types do not exist on every device, and in
+assembly, since the compiler takes numbers one by one.
 
 Formats are named "e4m3", "e5m2", "int8", "int4" (nibble j of unit c is element c + j * D / 4) and
 "int4_rows" (element 4 * c + j); "" is a tensor that is not quantised. Coefficients are "words"
