@@ -94,12 +94,12 @@ def attention(
 
     Parameters
     ----------
-    q : Tensor, [B, Hq, Lq, D], float16, bfloat16 or float32
+    q : Tensor, [B, Hq, Lq, D], float16, bfloat16 or float32, or QuantizedTensor in fp8
         Queries; ``Lq`` is 1 for plain decoding, more for speculative decoding and prefill.
-    k : Tensor, [B or 1, Hkv, Lkv, D], dtype of q
+    k : Tensor, [B or 1, Hkv, Lkv, D], dtype of q, float8, or QuantizedTensor of any format
         Keys, any strides; ``Hq`` is a multiple of ``Hkv``. ``Lkv`` is the capacity of the cache.
         One head expanded to many (stride 0) is recognised, and read once.
-    v : Tensor, [B or 1, Hkv, Lkv, Dv], dtype of q
+    v : Tensor, [B or 1, Hkv, Lkv, Dv], dtype of q, float8, or QuantizedTensor of any format
         Values, laid out like `k`; ``Dv`` may differ from ``D``.
     score_mod : callable (score, b, h, q_idx, kv_idx) -> score, optional
         Rewrites a scaled score before the softmax. Scores are float32 in natural units, never log2;
@@ -142,7 +142,7 @@ def attention(
 
     Returns
     -------
-    out : Tensor, [B, Hq, Lq, Dv], dtype of q
+    out : Tensor, [B, Hq, Lq, Dv], dtype of q, bfloat16 where q is quantised
         Zero in a row that may attend to nothing.
     aux : AuxOutput
         Only with `return_aux`. ``aux.lse`` is [B, Hq, Lq], float32, natural log; ``-inf`` in a row
