@@ -176,6 +176,11 @@ class QuantizedTensor:
     # -- what backends read ----
 
     @functools.cached_property
+    def kept(self) -> dict[str, Any]:
+        """What a backend has worked out about this tensor's memory, for its next call."""
+        return {}
+
+    @functools.cached_property
     def codes(self) -> Tensor:
         """Rows of codes alone, a view: int16 [B, H, L, D/4] for int4, float8 or int8 [..., D]."""
         if self.layout == "interleaved":

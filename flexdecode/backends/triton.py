@@ -213,6 +213,9 @@ def lay_out(name: str, x: Tensor | QuantizedTensor) -> tuple[Tensor, Codes | Non
     """Lay out k or v for the kernels: 16-bit units where it is quantised."""
     if not isinstance(x, QuantizedTensor):
         return x, None
+    found: tuple[Tensor, Codes] | None = x.kept.get("units")
+    if found is not None:
+        return found
     rows = x.data if x.layout == "interleaved" else x.codes
     if rows.element_size() == 1 and (x.shape[3] % 2 or any(x.stride(i) % 2 for i in range(3))):
         raise ValueError(
@@ -224,7 +227,9 @@ def lay_out(name: str, x: Tensor | QuantizedTensor) -> tuple[Tensor, Codes | Non
     kind = ""
     if beside is not None:
         kind = "words" if beside.dtype == torch.int32 else "scales" if x.by_row else "head"
-    return rows.view(torch.int16), Codes(format, kind, x.groups, beside)
+    made = rows.view(torch.int16), Codes(format, kind, x.groups, beside)
+    x.kept["units"] = made
+    return made
 
 
 def _row_scales(q: Tensor | QuantizedTensor) -> Tensor | None:
