@@ -39,6 +39,7 @@ MaskFunction = Callable[[Any, Any, Any, Any], Any]
 _restriction: contextvars.ContextVar[MaskFunction | None] = contextvars.ContextVar(
     "flexdecode_restriction", default=None
 )
+_restricted: list[MaskFunction] = []  # in force anywhere: what a compiled model can ask
 
 
 def register(
@@ -84,11 +85,6 @@ def register(
     def forward(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         return attention_forward(*args, **kwargs, backend=backend, kernel_options=kernel_options)
 
-    # generate() makes the mask of a static cache before it calls the compiled model. Where a model
-    # that is compiled makes it by itself, the graph breaks here, once for each kind of layer.
-    @torch.compiler.disable(  # type: ignore[no-untyped-call, untyped-decorator]
-        reason="the mask is made outside of the graph; pass it in, or let generate() make it"
-    )
     def mask(*args: Any, **kwargs: Any) -> ModelMask:
         return create_mask(*args, **kwargs, block_size=block_size)
 
@@ -118,9 +114,11 @@ def restrict(mask_mod: MaskFunction) -> Iterator[None]:
     rule = and_masks(mask_mod)  # refuses what is not callable
     outer = _restriction.get()
     token = _restriction.set(rule if outer is None else and_masks(outer, rule))
+    _restricted.append(rule)
     try:
         yield
     finally:
+        _restricted.remove(rule)
         _restriction.reset(token)
 
 
@@ -172,6 +170,7 @@ def create_mask(
     *,
     device: torch.device | str = "cpu",
     config: Any = None,
+    use_vmap: bool = False,
     block_size: int | tuple[int, int] = 128,
     **_: Any,
 ) -> ModelMask:
@@ -194,15 +193,40 @@ def create_mask(
         Where the tables live.
     config : transformers.PreTrainedConfig, optional
         Gives the number of query heads, for a `restrict` rule that depends on ``h``.
+    use_vmap : bool
+        `mask_function` takes single numbers only.
     block_size : int or (int, int), tokens
         See `create_block_mask`.
 
     Returns
     -------
     ModelMask
+
+    Notes
+    -----
+    Where a compiled model makes its masks itself, their functions are out of reach: they are
+    evaluated for all elements then, within the graph. Masks of more than 2**26 elements, and those
+    under `restrict`, are made between two graphs.
     """
     if isinstance(attention_mask, ModelMask):  # built earlier in the same step
         return attention_mask
+    if torch.compiler.is_compiling():
+        make = _create_in_graph
+        elements = batch_size * q_length * kv_length
+        if use_vmap or len(_restricted) > 0 or elements > _MAX_ELEMENTS:
+            make = _create_outside
+        return make(
+            batch_size,
+            q_length,
+            kv_length,
+            q_offset,
+            kv_offset,
+            mask_function,
+            attention_mask,
+            device,
+            config,
+            block_size,
+        )
     rules = [] if mask_function is None else [mask_function]
     if attention_mask is not None:
         rules.append(_padding_rule(attention_mask, kv_offset + kv_length))
@@ -224,6 +248,71 @@ def create_mask(
         q_offset=_own(q_offset, device),
     )
     return ModelMask(block_mask, (batch_size, heads, q_length, kv_length))
+
+
+_MAX_ELEMENTS = 1 << 26
+
+
+def _create_in_graph(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor,
+    kv_offset: int,
+    mask_function: MaskFunction | None,
+    attention_mask: Tensor | None,
+    device: torch.device | str,
+    _: Any,
+    block_size: int | tuple[int, int],
+) -> ModelMask:
+    rules = [] if mask_function is None else [mask_function]
+    if attention_mask is not None:
+        rules.append(_padding_rule(attention_mask, kv_offset + kv_length))
+    b = torch.arange(batch_size, device=device)[:, None, None, None]
+    h = torch.zeros_like(b)  # no model's rule depends on it
+    q_idx = (torch.arange(q_length, device=device) + q_offset)[:, None]
+    kv_idx = torch.arange(kv_length, device=device) + kv_offset
+    allowed = torch.ones((), dtype=torch.bool, device=device)
+    for rule in rules:
+        allowed = allowed & rule(b, h, q_idx, kv_idx)
+    shape = (batch_size, 1, q_length, kv_length)
+    block_mask = create_block_mask(
+        _element(allowed.expand(shape)),
+        *shape,
+        device=device,
+        BLOCK_SIZE=block_size,
+        q_offset=0,  # the elements are indexed by row
+    )
+    return ModelMask(block_mask, shape)
+
+
+@torch.compiler.disable(  # type: ignore[no-untyped-call, untyped-decorator]
+    reason="this mask is made outside of the graph; make it first and pass it to the model"
+)
+def _create_outside(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor,
+    kv_offset: int,
+    mask_function: MaskFunction | None,
+    attention_mask: Tensor | None,
+    device: torch.device | str,
+    config: Any,
+    block_size: int | tuple[int, int],
+) -> ModelMask:
+    return create_mask(
+        batch_size,
+        q_length,
+        kv_length,
+        q_offset,
+        kv_offset,
+        mask_function,
+        attention_mask,
+        device=device,
+        config=config,
+        block_size=block_size,
+    )
 
 
 def attention_forward(
