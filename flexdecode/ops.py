@@ -23,7 +23,7 @@ from torch import Tensor
 from flexdecode.block_mask import BlockMask
 from flexdecode.bound_mask import BoundMask
 from flexdecode.graph_text import graph_from_text
-from flexdecode.mask_arguments import check_captures
+from flexdecode.mask_arguments import check_captures, find_device
 from flexdecode.packed import PackedQueries
 from flexdecode.quantization import QuantizedTensor
 from flexdecode.tables import Extent, Tables, build_tables
@@ -161,6 +161,7 @@ def _tables(
     call: str, tensors: list[Tensor], ints: list[int], floats: list[float], device: torch.device
 ) -> tuple[Tensor, ...]:
     """Tables of a mask with sizes, and their states where those are kept."""
+    device = find_device(device, ())
     traced, extent = _extent(_unpack(call, tensors, ints, floats), device)
     with torch.no_grad():
         made = build_tables(traced, extent, compact=False)
@@ -171,6 +172,7 @@ def _tables(
 def _tables_fake(
     call: str, tensors: list[Tensor], ints: list[int], floats: list[float], device: torch.device
 ) -> tuple[Tensor, ...]:
+    device = find_device(device, ())
     traced, extent = _extent(_unpack(call, tensors, ints, floats), device)
     extent = extent.for_kernels(traced)
     rows, columns = extent.num_blocks()
