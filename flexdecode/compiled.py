@@ -29,7 +29,7 @@ from flexdecode.quantization import QuantizedTensor
 from flexdecode.tables import Tables
 from flexdecode.trace import Kind, find_sources
 
-__all__ = ["Packed", "Unpackable", "append_in_graph", "attention_in_graph", "update_in_graph"]
+__all__ = ["Inseparable", "Parts", "append_in_graph", "attention_in_graph", "update_in_graph"]
 
 
 def _names(record: type, but: tuple[str, ...]) -> tuple[str, ...]:
@@ -57,7 +57,7 @@ _TORCH_FIELDS = (
 )
 
 
-class Unpackable(Exception):
+class Inseparable(Exception):
     """Something that cannot be taken apart into tensors, numbers and text."""
 
 
@@ -111,8 +111,8 @@ def _stand_in(argument: Any) -> Any:
     return argument
 
 
-class Packed:
-    """The lists of a packed call; `call` fills them.
+class Parts:
+    """The lists of a call that is taken apart; `call` fills them.
 
     Parameters
     ----------
@@ -128,7 +128,7 @@ class Packed:
         self.writes = writes
 
     def call(self, arguments: dict[str, Any]) -> str:
-        """Pack arguments by name, but those that are None.
+        """Take arguments apart, by name, but those that are None.
 
         Returns
         -------
@@ -136,7 +136,7 @@ class Packed:
 
         Raises
         ------
-        Unpackable
+        Inseparable
             Something cannot be taken apart.
         """
         parts = []
@@ -180,7 +180,7 @@ class Packed:
             return f'["dtype", "{value}"]'
         if isinstance(value, tuple):
             return '["tuple", ' + ", ".join([self._value(each) for each in value]) + "]"
-        raise Unpackable
+        raise Inseparable
 
     def _fields(self, record: Any, names: tuple[str, ...]) -> str:
         parts = [f'"{name}": ' + self._value(getattr(record, name)) for name in names]
@@ -202,7 +202,7 @@ class Packed:
 
     def _options(self, options: Any) -> str:
         if not isinstance(options, dict):
-            raise Unpackable
+            raise Inseparable
         parts = [f'"{name}": ' + self._value(value) for name, value in options.items()]
         return "{" + ", ".join(parts) + "}"
 
@@ -210,7 +210,7 @@ class Packed:
         kind = "BlockMask"
         if isinstance(mask, BlockMask):
             if mask.rule_of_call is not None:
-                raise Unpackable
+                raise Inseparable
             names = _MASK_FIELDS
             if isinstance(mask, BoundMask):
                 kind, names = "BoundMask", _BOUND_FIELDS
@@ -223,7 +223,7 @@ class Packed:
             kind, tables = "torch", "null"
             fields = self._fields(mask, _TORCH_FIELDS)
         else:
-            raise Unpackable
+            raise Inseparable
         rule = "null" if mask.mask_mod is None else self._rule(mask.mask_mod, "mask")
         return f'["{kind}", {fields}, {tables}, {rule}]'
 
@@ -235,29 +235,29 @@ class Packed:
             read = self._read_partial(rule, kind)
         else:
             if not isinstance(rule, FunctionType):
-                raise Unpackable
+                raise Inseparable
             within = _is_made_within(rule)
             if within and rule.__code__.co_freevars:
-                raise Unpackable
+                raise Inseparable
             read = _read_rule(rule, kind, None)
         if read is None:
-            raise Unpackable
+            raise Inseparable
         text, functions, constants, numbers, tensors, params, captures, guards, sizes = read
         if within and (len(functions) > 1 or constants or numbers or tensors):
-            raise Unpackable
+            raise Inseparable
         # What follows tells the compiler what the text depends on.
         for path in functions:
             follow(rule, path).__code__  # noqa: B018
         for path, value in constants:
             if follow(rule, path) != value:
-                raise Unpackable
+                raise Inseparable
         for slot, number in guards:
             if follow(rule, numbers[slot]) != number:
-                raise Unpackable
+                raise Inseparable
         found = [follow(rule, path) for path in tensors]
         for slot, dim, size in sizes:
             if found[slot].shape[dim] != size:
-                raise Unpackable
+                raise Inseparable
         values = [follow(rule, numbers[slot]) for slot in params]
         values += [found[slot] for slot in captures]
         parts = [self._value(each) for each in values]
@@ -268,7 +268,7 @@ class Packed:
         while isinstance(function, MaskMod):
             function = function.fn
         if rule.keywords or not isinstance(function, FunctionType) or _is_made_within(function):
-            raise Unpackable
+            raise Inseparable
         arguments: list[Any] = []
         for value in rule.args:
             if isinstance(value, Tensor):
@@ -280,7 +280,7 @@ class Packed:
             elif isinstance(value, (float, torch.SymFloat)):
                 arguments.append(1.0)
             else:
-                raise Unpackable
+                raise Inseparable
         return _read_rule(function, kind, tuple(arguments))
 
 
@@ -304,16 +304,16 @@ def attention_in_graph(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
         q, k or v requires grad while grad mode is on.
     """
     checks.check_grad(q, k, v)
-    packed = Packed()
+    parts = Parts()
     stored = {"q": q, "k": k, "v": v}
     coded = {name: x for name, x in stored.items() if isinstance(x, QuantizedTensor)}
     data = [x.data if isinstance(x, QuantizedTensor) else x for x in (q, k, v)]
     try:
-        call = packed.call({**coded, **arguments})  # the codes' scales and formats come first
-    except Unpackable:
+        call = parts.call({**coded, **arguments})  # the codes' scales and formats come first
+    except Inseparable:
         return _attention_outside(q, k, v, arguments)
     out, lse, max_scores = torch.ops.flexdecode.attention(
-        *data, call, packed.tensors, packed.ints, packed.floats
+        *data, call, parts.tensors, parts.ints, parts.floats
     )
     wanted = arguments["return_aux"]
     if wanted is None:
@@ -336,13 +336,13 @@ def _attention_outside(q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> Any
 
 def update_in_graph(mask: BoundMask) -> None:
     """Rewrite the tables of a bound mask, as an operator that changes them in place."""
-    packed = Packed(writes=True)
+    parts = Parts(writes=True)
     try:
-        call = packed.call({"block_mask": mask})
-    except Unpackable:
+        call = parts.call({"block_mask": mask})
+    except Inseparable:
         _update_outside(mask)
         return
-    torch.ops.flexdecode.update(packed.tables, call, packed.tensors, packed.ints, packed.floats)
+    torch.ops.flexdecode.update(parts.tables, call, parts.tensors, parts.ints, parts.floats)
 
 
 @torch.compiler.disable(  # type: ignore[no-untyped-call, untyped-decorator]
@@ -357,8 +357,8 @@ def append_in_graph(
     k_cache: Tensor, v_cache: Tensor, k_new: Tensor, v_new: Tensor, **arguments: Any
 ) -> None:
     """`append_kv` as an operator that changes the caches in place."""
-    packed = Packed()
-    call = packed.call(arguments)
+    parts = Parts()
+    call = parts.call(arguments)
     torch.ops.flexdecode.append(
-        k_cache, v_cache, k_new, v_new, call, packed.tensors, packed.ints, packed.floats
+        k_cache, v_cache, k_new, v_new, call, parts.tensors, parts.ints, parts.floats
     )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flexdecode.block_mask import BlockMask, create_block_mask
-from flexdecode.compiled import Packed, Unpackable
+from flexdecode.compiled import Inseparable, Parts
 from flexdecode.mask_arguments import cdiv
 from flexdecode.tables import Tables
 
@@ -56,9 +56,9 @@ def create_mask_in_graph(
         )
         return lazy
     B, H = 1 if B is None else B, 1 if H is None else H
-    packed = Packed()
+    parts = Parts()
     try:
-        call: str | None = packed.call(
+        call: str | None = parts.call(
             {
                 "mask_mod": mask_mod,
                 "BLOCK_SIZE": size,
@@ -70,10 +70,10 @@ def create_mask_in_graph(
                 "kv_len": kv_len,
             }
         )
-    except Unpackable:
+    except Inseparable:
         call = None
     where = None if device is None else torch.device(device)
-    for tensor in packed.tensors:
+    for tensor in parts.tensors:
         if where is None and (tensor.dim() > 0 or tensor.device.type != "cpu"):
             where = tensor.device
     if call is None or where is None:
@@ -82,7 +82,7 @@ def create_mask_in_graph(
         )
         return made
     num, indices, full_num, full, states = torch.ops.flexdecode.tables(
-        call, packed.tensors, packed.ints, packed.floats, where
+        call, parts.tensors, parts.ints, parts.floats, where
     )
     kept = states if where.type == "cuda" else None
     columns = cdiv(KV_LEN, size[1])

@@ -1,4 +1,4 @@
-"""`attention`, `append_kv` and `BoundMask.update` as operators of torch, for compiled graphs.
+"""Operators of torch for compiled graphs: attention, appending, tables of masks.
 
 Operators take no functions and no masks. So a call is taken apart: its tensors (tables, lengths,
 all that rules capture) and numbers become lists, and a text in JSON says where each belongs and
@@ -6,28 +6,22 @@ what the rules compute. The operator puts the call together again and runs it. N
 by name or address: a result depends on the arguments alone, which is what CUDA graphs,
 functionalisation and saved programs rely on.
 
-Within a compiled region they call their operators by themselves, see `compiled`.
+Within a compiled region the library's functions call them by themselves, see `compiled`.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexdecode.block_mask import BlockMask
-from flexdecode.bound_mask import BoundMask
-from flexdecode.graph_text import graph_from_text
+from flexdecode.assembly import assemble, assemble_operands, parse
 from flexdecode.mask_arguments import check_captures, find_device
-from flexdecode.packed import PackedQueries
 from flexdecode.quantization import QuantizedTensor
-from flexdecode.tables import Extent, Tables, build_tables
-from flexdecode.trace import Traced, TracedRule
+from flexdecode.tables import Extent, build_tables
+from flexdecode.trace import Traced
 
 __all__ = ["is_transformed"]
 
@@ -74,7 +68,7 @@ def _attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from flexdecode.api import AuxRequest, attention
 
-    arguments = _unpack(call, tensors, ints, floats)
+    arguments = assemble(call, tensors, ints, floats)
     operands = _operands((q, k, v), arguments)
     wanted = AuxRequest(**arguments.pop("return_aux", _NO_AUX))
     out, aux = attention(*operands, return_aux=wanted, **arguments)
@@ -99,11 +93,9 @@ def _attention_fake(
     ints: list[int],
     floats: list[float],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    stored = _parsed(call)
-    # The rest is not unpacked: checks of values have nothing to look at here.
-    coded = {name: stored[name] for name in ("q", "k", "v") if name in stored}
-    arguments = _Unpacker(tensors, ints, floats, None).value(coded)
-    query, _, value = _operands((q, k, v), arguments)
+    stored = parse(call)
+    # The rest stays apart: checks of values have nothing to look at here.
+    query, _, value = _operands((q, k, v), assemble_operands(call, tensors, ints, floats))
     wanted = stored.get("return_aux", _NO_AUX)
     shape = tuple(q.shape[:3])
     exact = stored["backend"] == ["text", "reference"]
@@ -137,7 +129,7 @@ def _update(
     ints: list[int],
     floats: list[float],
 ) -> None:
-    _unpack(call, tensors, ints, floats, tables)["block_mask"].update()
+    assemble(call, tensors, ints, floats, tables)["block_mask"].update()
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
@@ -153,7 +145,7 @@ def _append(
 ) -> None:
     from flexdecode.appending import append_kv
 
-    append_kv(k_cache, v_cache, k_new, v_new, **_unpack(call, tensors, ints, floats))
+    append_kv(k_cache, v_cache, k_new, v_new, **assemble(call, tensors, ints, floats))
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
@@ -162,7 +154,7 @@ def _tables(
 ) -> tuple[Tensor, ...]:
     """Tables of a mask with sizes, and their states where those are kept."""
     device = find_device(device, ())
-    traced, extent = _extent(_unpack(call, tensors, ints, floats), device)
+    traced, extent = _extent(assemble(call, tensors, ints, floats), device)
     with torch.no_grad():
         made = build_tables(traced, extent, compact=False)
     states = made.kv_indices.new_empty(0) if made.states is None else made.states
@@ -173,7 +165,7 @@ def _tables_fake(
     call: str, tensors: list[Tensor], ints: list[int], floats: list[float], device: torch.device
 ) -> tuple[Tensor, ...]:
     device = find_device(device, ())
-    traced, extent = _extent(_unpack(call, tensors, ints, floats), device)
+    traced, extent = _extent(assemble(call, tensors, ints, floats), device)
     extent = extent.for_kernels(traced)
     rows, columns = extent.num_blocks()
     shape = (extent.B, extent.H, rows)
@@ -221,108 +213,3 @@ torch.library.register_fake("flexdecode::append", lambda *arguments: None, lib=_
 torch.library.register_fake("flexdecode::update", lambda *arguments: None, lib=_library)
 torch.library.register_fake("flexdecode::tables", _tables_fake, lib=_library)
 torch.library.register_vmap("flexdecode::attention", _attention_vmap, lib=_library)
-
-
-@functools.lru_cache(maxsize=1024)
-def _parsed(call: str) -> Any:
-    return json.loads(call)
-
-
-class _Unpacker:
-    def __init__(
-        self,
-        tensors: list[Tensor],
-        ints: list[int],
-        floats: list[float],
-        tables: list[Tensor] | None,
-    ) -> None:
-        self._lists: dict[str, Iterator[Any]] = {
-            "tensor": iter(tensors),
-            "int": iter(ints),
-            "float": iter(floats),
-        }
-        self._written = None if tables is None else iter(tables)
-
-    def value(self, stored: Any) -> Any:
-        if isinstance(stored, str):
-            return next(self._lists[stored])
-        if isinstance(stored, dict):
-            return {name: self.value(each) for name, each in stored.items()}
-        if not isinstance(stored, list):
-            return stored
-        kind, *rest = stored
-        if kind == "text":
-            return rest[0]
-        if kind == "dtype":
-            return getattr(torch, rest[0].removeprefix("torch."))
-        if kind == "tuple":
-            return tuple([self.value(each) for each in rest])
-        if kind == "rule":
-            return self._rule(*rest)
-        if kind == "quantized":
-            return self.value(rest[0])
-        return self._mask(kind, *rest)
-
-    def _rule(self, text: str, values: list[str]) -> TracedRule:
-        graph = graph_from_text(text)
-        found = [self.value(each) for each in values]
-        count = len(graph.params)
-        return TracedRule(Traced(graph, tuple(found[:count]), tuple(found[count:])))
-
-    def _mask(self, kind: str, fields: Any, tables: Any, rule: Any) -> BlockMask:
-        named = self.value(fields)
-        made = None
-        if tables is not None:
-            packed, made = self._tables(*tables)
-            if packed is not None:
-                named["packed"] = packed
-        mask_mod = None if rule is None else self.value(rule)
-        if kind == "torch":
-            return _torch_mask(mask_mod, **named)
-        make = BoundMask if kind == "BoundMask" else BlockMask
-        return make(mask_mod=mask_mod, tables=made, **named)
-
-    def _tables(
-        self, queries: Any, fields: Any, *unions: Any
-    ) -> tuple[PackedQueries | None, Tables]:
-        named = self.value(queries[0])
-        others = self._lists["tensor"]
-        if self._written is not None:
-            self._lists["tensor"] = self._written
-        tiles = self.value(queries[1])
-        packed = None if named is None else PackedQueries(tiles=tiles, **named)
-        tables = Tables(**self.value(fields))
-        for heads, union in unions:
-            from flexdecode.kernels.tables import TableBuffers
-
-            tables.unions[heads] = TableBuffers(**self.value(union))
-        self._lists["tensor"] = others
-        return packed, tables
-
-
-def _torch_mask(mask_mod: TracedRule | None, *, seq_lengths: Any, **tables: Any) -> BlockMask:
-    nQ = tables["kv_num_blocks"].shape[-1]
-    q_len = min(seq_lengths[0], nQ * tables["BLOCK_SIZE"][0])
-    mask = BlockMask.from_kv_blocks(
-        **tables, mask_mod=mask_mod, seq_lengths=(q_len, seq_lengths[1]), q_offset=0
-    )
-    return dataclasses.replace(mask, source="torch")
-
-
-def _unpack(
-    call: str,
-    tensors: list[Tensor],
-    ints: list[int],
-    floats: list[float],
-    tables: list[Tensor] | None = None,
-) -> dict[str, Any]:
-    """Put a packed call together again.
-
-    Returns
-    -------
-    dict
-        The arguments by name. Rules are `TracedRule`; ``return_aux`` and ``kernel_options`` are
-        dicts.
-    """
-    arguments: dict[str, Any] = _Unpacker(tensors, ints, floats, tables).value(_parsed(call))
-    return arguments

@@ -432,19 +432,19 @@ def test_export_with_dynamic_shapes_survives_a_file(strict):
 @pytest.mark.parametrize("name", ["bound", "score", "no mask"])
 def test_operators_pass_torchs_own_checks(name):
     arguments = CASES[name](0)
-    packed = compiled.Packed()
-    call = packed.call({"return_aux": AuxRequest(lse=True), "backend": "auto", **arguments})
+    parts = compiled.Parts()
+    call = parts.call({"return_aux": AuxRequest(lse=True), "backend": "auto", **arguments})
     torch.library.opcheck(
         torch.ops.flexdecode.attention.default,
-        (Q, K, V, call, packed.tensors, packed.ints, packed.floats),
+        (Q, K, V, call, parts.tensors, parts.ints, parts.floats),
         test_utils=("test_schema", "test_faketensor"),
     )
     if name == "bound":
-        packed = compiled.Packed(writes=True)
-        call = packed.call(arguments)
+        parts = compiled.Parts(writes=True)
+        call = parts.call(arguments)
         torch.library.opcheck(
             torch.ops.flexdecode.update.default,
-            (packed.tables, call, packed.tensors, packed.ints, packed.floats),
+            (parts.tables, call, parts.tensors, parts.ints, parts.floats),
             test_utils=("test_schema", "test_faketensor"),
         )
 

@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "__main__": "flexdecode backends bench console demo rule_text visualize",
     "api": "backends block_mask checks compiled mask_arguments mods ops packed plan problem "
     "quantization repeats trace",
+    "assembly": "block_mask bound_mask graph_text kernels.tables packed tables trace",
     "appending": "backends checks compiled kernels quantization",
     "backends": "problem",
     "backends.cpu": "block_codes caches evaluate packed plan problem quantization "
@@ -74,8 +75,7 @@ MAY_IMPORT = {
     "merging": "kernels",
     "mods": "",
     "operations": "graph proxies",
-    "ops": "api appending block_mask bound_mask graph_text kernels.tables mask_arguments packed "
-    "quantization tables trace",
+    "ops": "api appending assembly mask_arguments quantization tables trace",
     "packed": "block_mask kernels problem quantization tables",
     "plan": "kernels.configs problem quantization",
     "problem": "block_mask packed quantization trace",
