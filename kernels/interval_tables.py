@@ -3,7 +3,8 @@
 
 A program owns some chunks of ``LANES`` blocks of one row. It first evaluates the interval program
 with a chunk a lane, then, in chunks that stay undecided, with a block a lane; blocks that are left
-are evaluated element by element until an allowed and a denied one are found.
+are evaluated element by element until an allowed and a denied one are found. In small grids several
+programs decide the same chunk, and each looks at some of its blocks.
 """
 
 from typing import Any
@@ -18,10 +19,11 @@ from flexdecode.kernels.tiles import load_kv_len, load_q_offset, load_query_tile
 
 LANES = 64  # blocks, or chunks, evaluated at a time
 TILE = 2048  # elements of a block evaluated at a time
-PROGRAMS = 8192  # as many as keep a big device busy, if there are chunks enough
+PROGRAMS = 8192  # enough: beyond them a program takes several chunks
+SHARED = 2048  # too few: below them, programs share the blocks of a chunk that are looked at
 RUN_TIME = (
     "stride_kv_len kv_len stride_kv_start stride_q_offset q_offset heads nQ nKV Lq Lkv BLOCK_Q "
-    "first_row chunks groups reach"
+    "first_row chunks groups shares reach"
 ).split()
 ANY_ADDRESS = "state_ptr kv_len_ptr kv_start_ptr q_offset_ptr tiles_ptr".split()
 EMPTY: tl.constexpr = tl.constexpr(0)
@@ -109,7 +111,8 @@ def _interval_kernel(
     BLOCK_Q: tl.int32,
     first_row: tl.int32,  # of all [B or 1, heads, nQ], that state_ptr points to
     chunks: tl.int32,  # of a program, at most LANES
-    groups: tl.int32,  # programs a row
+    groups: tl.int32,  # of chunks, in a row
+    shares: tl.int32,  # programs that share the lanes of a group
     reach: tl.int32,
     mask_args,
     MASK_MOD: tl.constexpr,
@@ -122,6 +125,8 @@ def _interval_kernel(
 ):
     """Tell apart the blocks of some chunks of one row of blocks."""
     pid = tl.program_id(0)
+    share = pid % shares
+    pid = pid // shares
     state_ptr += (pid // groups).to(tl.int64) * nKV
     row = first_row + pid // groups
     q_block = row % nQ
@@ -145,6 +150,7 @@ def _interval_kernel(
     q_lo = tl.full((1,), 0, tl.int64) + first
     q_hi = tl.full((1,), 0, tl.int64) + (last - 1)
     lanes = tl.arange(0, LANES)
+    own = lanes % shares == share
     start = pid % groups * chunks * LANES  # first block
     count = tl.minimum(chunks, (nKV - start + LANES - 1) // LANES)
     of_chunks = tl.full([LANES], UNKNOWN, tl.int32)
@@ -161,7 +167,8 @@ def _interval_kernel(
         if chunk < 0:
             of_chunks = state
         else:
-            state = tl.where(blocks < nKV, state, EMPTY)
+            own_here = own & (blocks < nKV)
+            state = tl.where(own_here, state, EMPTY)
             unknown = tl.sum((state == UNKNOWN).to(tl.int32), 0)
             for _ in tl.range(0, loop_bound(unknown)):
                 lane = tl.min(tl.where(state == UNKNOWN, lanes, LANES), 0)
@@ -179,7 +186,7 @@ def _interval_kernel(
                     ROWS,
                 )
                 state = tl.where(lanes == lane, found, state)
-            tl.store(state_ptr + blocks, state.to(tl.uint8), mask=blocks < nKV)
+            tl.store(state_ptr + blocks, state.to(tl.uint8), mask=own_here)
 
 
 def launch_intervals(
@@ -227,10 +234,11 @@ def launch_intervals(
     all_chunks = ceil_div(nKV, lanes)
     chunks = min(max(rows * all_chunks // PROGRAMS, 1), lanes, all_chunks)
     groups = ceil_div(all_chunks, chunks)
+    shares = min(max(SHARED // (rows * groups), 1), lanes, nKV)
     kv_len_ptr, stride_kv_len, kv_len_int = vector_stride(kv_len)
     kv_start_ptr, stride_kv_start, _ = vector_stride(kv_start)
     q_offset_ptr, stride_q_offset, q_offset_int = vector_stride(q_offset)
-    _interval_kernel[(rows * groups,)](
+    _interval_kernel[(rows * groups * shares,)](
         state,
         kv_len_ptr,
         stride_kv_len,
@@ -250,6 +258,7 @@ def launch_intervals(
         first_row,
         chunks,
         groups,
+        shares,
         2 * max(min(BLOCK_Q, Lq), KV_BLOCK),
         mask.args,
         MASK_MOD=mask.fn,

@@ -35,6 +35,13 @@ UNKNOWN = 3
 EXAMPLES = 40 if INTERPRETED else 15  # a GPU compiles each
 
 
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch):
+    """Two or three programs share a chunk of a small grid; the interpreter runs them in turn."""
+    if INTERPRETED:
+        monkeypatch.setattr("flexdecode.kernels.interval_tables.SHARED", 24)
+
+
 def moved(mask: Traced) -> Traced:
     return Traced(mask.graph, mask.params, tuple(x.to(DEVICE) for x in mask.captures))
 
