@@ -142,7 +142,11 @@ def device_of(device: torch.device) -> configs.Device:
     shared = getattr(properties, "shared_memory_per_block_optin", 65536)
     cuda = torch.version.hip is None
     hopper = cuda and properties.major >= 9
-    return configs.Device(properties.multi_processor_count, shared, pdl=hopper, cuda=cuda)
+    fp8_rows = 0
+    if cuda and (properties.major, properties.minor) >= (8, 9):
+        fp8_rows = 64 if properties.major in (9, 10) else 16  # of warp groups, or of a warp
+    count = properties.multi_processor_count
+    return configs.Device(count, shared, pdl=hopper, cuda=cuda, fp8_rows=fp8_rows)
 
 
 def balanced_items(units: Tensor, inner: int, processors: int) -> Tensor:

@@ -154,6 +154,8 @@ class DecodeCall:
         Multiplies rows of such a q.
     assembly : bool
         CUDA instructions may be written out: neither HIP nor the interpreter runs this.
+    fp8_rows : int
+        Least rows of a tile whose matrix instructions take e4m3; 0 where none do.
     partial_dtype : torch.dtype
         Of the partial results of splits, and of joining them: float32 or float64.
     """
@@ -182,7 +184,15 @@ class DecodeCall:
     q_format: str = ""
     q_scale: Tensor | None = None
     assembly: bool = False
+    fp8_rows: int = 0
     partial_dtype: torch.dtype = torch.float32
+
+    def is_float8(self, BLOCK_M: int) -> bool:
+        """True where scores are products of e4m3 numbers; a shift would need sums of q."""
+        k = self.k_codes
+        if k is None or k.format != "e4m3" or k.kind == "words" or self.q_format != "e4m3":
+            return False
+        return 0 < self.fp8_rows <= BLOCK_M
 
     @property
     def page_size(self) -> int:

@@ -87,12 +87,16 @@ class Device:
         Whether a kernel can be launched before the one that it depends on has ended.
     cuda : bool
         Whether kernels may hold CUDA instructions.
+    fp8_rows : int
+        Least rows of a tile whose matrix instructions take e4m3; 0 where none do. Smaller tiles
+        would be converted to float16, so that decoding to bfloat16 is as fast and more precise.
     """
 
     processors: int
     shared_memory: int
     pdl: bool = False
     cuda: bool = False
+    fp8_rows: int = 0
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,16 @@ import triton.language as tl
 
 from flexdecode.kernels.pages import find_pages, page_rows
 from flexdecode.kernels.quantized import (
+    accumulate_float8,
     accumulate_quantized,
     coefficients_at,
     decode_queries,
     finish_output,
+    float8_pointer,
     grain,
     is_by_row,
     load_columns,
+    load_scales,
     quantized_scores,
     store_columns,
     sum_groups,
@@ -117,6 +120,7 @@ def attend(
     V_FORMAT: tl.constexpr,
     V_COEFFICIENTS: tl.constexpr,
     V_GROUPS: tl.constexpr,
+    FLOAT8: tl.constexpr,  # q and k are multiplied as e4m3, and so are weights and such values
     ASSEMBLY: tl.constexpr,  # CUDA instructions may be written out
     D: tl.constexpr,
     D_0: tl.constexpr,
@@ -210,6 +214,15 @@ def attend(
         if K_FORMAT == "":
             k = load_pieces(k_ptr + k_start, k_rows, stride_kd, present, D, D_0, D_1)
             qk = dot_pieces(q, k, INPUT_PRECISION)  # [BLOCK_M, BLOCK_N]
+        elif FLOAT8:
+            k_codes = float8_pointer(k_ptr + k_start)
+            k = load_pieces(k_codes, k_rows * 2, 1, present, D, D_0, D_1)
+            qk = dot_pieces(q, k, "ieee")
+            if is_by_row(K_COEFFICIENTS):
+                beside = coefficients_at(
+                    k_coefficients, page, pages, start_n, offs_n, PAGE_SIZE, WHOLE_PAGES, ALIGNED
+                )
+                qk = qk * load_scales(beside, present, K_FORMAT, tl.float32)[None, :]
         else:
             beside = None
             if is_by_row(K_COEFFICIENTS):
@@ -276,23 +289,38 @@ def attend(
                 beside = coefficients_at(
                     v_coefficients, page, pages, start_n, offs_n, PAGE_SIZE, WHOLE_PAGES, ALIGNED
                 )
-            acc = accumulate_quantized(
-                acc,
-                alpha,
-                p,
-                v_ptr + v_start,
-                v_rows,
-                beside,
-                present,
-                seen,
-                V_FORMAT,
-                V_COEFFICIENTS,
-                V_GROUPS,
-                DV,
-                value_dtype(V_FORMAT, q[0].dtype),
-                ASSEMBLY,
-                INPUT_PRECISION,
-            )
+            if FLOAT8 and V_FORMAT == "e4m3" and V_COEFFICIENTS != "words":
+                acc = accumulate_float8(
+                    acc,
+                    alpha,
+                    p,
+                    v_ptr + v_start,
+                    v_rows,
+                    beside,
+                    present,
+                    seen,
+                    V_COEFFICIENTS,
+                    DV,
+                    ASSEMBLY,
+                )
+            else:
+                acc = accumulate_quantized(
+                    acc,
+                    alpha,
+                    p,
+                    v_ptr + v_start,
+                    v_rows,
+                    beside,
+                    present,
+                    seen,
+                    V_FORMAT,
+                    V_COEFFICIENTS,
+                    V_GROUPS,
+                    DV,
+                    tl.bfloat16 if FLOAT8 else value_dtype(V_FORMAT, q[0].dtype),
+                    ASSEMBLY,
+                    INPUT_PRECISION,
+                )
     return m_i, l_i, acc
 
 
@@ -409,6 +437,7 @@ def _decode_kernel(
     V_FORMAT: tl.constexpr,
     V_COEFFICIENTS: tl.constexpr,
     V_GROUPS: tl.constexpr,
+    FLOAT8: tl.constexpr,  # q and k are multiplied as e4m3, and so are weights and such values
     ASSEMBLY: tl.constexpr,  # CUDA instructions may be written out
     D: tl.constexpr,
     D_0: tl.constexpr,
@@ -487,13 +516,15 @@ def _decode_kernel(
         real = (offs_m < TG * TQ) & (head < G) & (row < last_row)
     head = head_kv * G + head
     q_rows = (table_b * stride_qb + head * stride_qh + row * stride_ql) * ALIGN_Q
-    if K_FORMAT == "":
+    if FLOAT8:
+        q = load_pieces(float8_pointer(q_ptr), q_rows, stride_qd, real, D, D_0, D_1)
+    elif K_FORMAT == "":
         q = load_pieces(q_ptr, q_rows, stride_qd, real, D, D_0, D_1)
     else:
         q = load_columns(q_ptr, q_rows, stride_qd, real, K_FORMAT, K_GROUPS, D)
-    if Q_FORMAT != "":
+    if Q_FORMAT != "" and not FLOAT8:
         q = decode_queries(q, Q_FORMAT)
-    DTYPE: tl.constexpr = q[0].dtype
+    DTYPE: tl.constexpr = tl.bfloat16 if Q_FORMAT != "" else q[0].dtype
 
     # -- my share of the active blocks, full ones first ----
     kv_len = load_kv_len(lengths, b64, None)
@@ -575,7 +606,8 @@ def _decode_kernel(
         q_idx = (q_offset + position + offs_m % TQ)[:, None]  # [BLOCK_M, 1]
 
     # Drops nothing; keeps the compiler from waiting for q before the keys' addresses are known.
-    q = drop_rows(q, real)
+    if not FLOAT8:
+        q = drop_rows(q, real)
     q_sums = None
     if K_COEFFICIENTS == "words":
         q_sums = sum_groups(q, K_FORMAT, K_GROUPS, D)
@@ -640,6 +672,7 @@ def _decode_kernel(
             V_FORMAT=V_FORMAT,
             V_COEFFICIENTS=V_COEFFICIENTS,
             V_GROUPS=V_GROUPS,
+            FLOAT8=FLOAT8,
             ASSEMBLY=ASSEMBLY,
             D=D,
             D_0=D_0,
@@ -695,6 +728,7 @@ def _decode_kernel(
         V_FORMAT=V_FORMAT,
         V_COEFFICIENTS=V_COEFFICIENTS,
         V_GROUPS=V_GROUPS,
+        FLOAT8=FLOAT8,
         ASSEMBLY=ASSEMBLY,
         D=D,
         D_0=D_0,

@@ -165,6 +165,7 @@ def make_plan(call: DecodeCall, config: DecodeConfig) -> Plan:
             "V_FORMAT": v_codes.format,
             "V_COEFFICIENTS": v_codes.kind,
             "V_GROUPS": v_codes.groups,
+            "FLOAT8": call.is_float8(config.BLOCK_M),
             "ASSEMBLY": call.assembly,
             "D": D,
             "D_0": D_0,

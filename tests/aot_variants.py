@@ -30,8 +30,8 @@ from flexdecode.quantization import quantize
 
 TARGETS = {
     "cuda:80": (GPUTarget("cuda", 80, 32), Device(108, shared_memory=166912, cuda=True)),
-    "cuda:90": (GPUTarget("cuda", 90, 32), Device(132, 232448, pdl=True, cuda=True)),
-    "cuda:100": (GPUTarget("cuda", 100, 32), Device(148, 232448, pdl=True, cuda=True)),
+    "cuda:90": (GPUTarget("cuda", 90, 32), Device(132, 232448, True, cuda=True, fp8_rows=64)),
+    "cuda:100": (GPUTarget("cuda", 100, 32), Device(148, 232448, True, cuda=True, fp8_rows=64)),
     "hip:gfx942": (GPUTarget("hip", "gfx942", 64), Device(304, shared_memory=65536)),
 }
 
@@ -111,6 +111,7 @@ EVERYWHERE = {
     ),
 }
 ON_ONE_TARGET = {
+    "fp8 queries": Variant(Lq=16, k_as=FP8, v_as=FP8, q_as_fp8=True, Lkv=512),
     "fp8 query": Variant(k_as=FP8, v_as=(*FP8, ("per", "head")), q_as_fp8=True, Lkv=512),
     "e5m2 and int8": Variant(
         k_as=(("format", "fp8_e5m2"),), v_as=(("format", "int8"), ("per", "head")), Lkv=512
@@ -216,6 +217,7 @@ def make_call(variant, device):
         q_format="e4m3" if variant.q_as_fp8 else "",
         q_scale=q_scale,
         assembly=device.cuda,
+        fp8_rows=device.fp8_rows,
         partial_dtype=variant.partial_dtype,
     )
     return call, config

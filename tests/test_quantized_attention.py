@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +20,7 @@ from flexdecode import (
     explain,
     quantize,
 )
+from flexdecode.kernels.configs import INTERPRETED
 from tests.backend_cases import BACKENDS, GPU, Backend, every_backend
 from tests.helpers import assert_matches, assert_within, dense_attention, random_inputs
 
@@ -179,6 +182,24 @@ def test_quantised_queries(backend: Backend, per: str) -> None:
     assert out.dtype == torch.bfloat16
     exact = dense_attention(meaning(packed), *map(meaning, cache)).out
     assert_within(out, exact, 2**-6 * float(exact.abs().max()))
+
+
+@pytest.mark.parametrize(("k_as", "v_as"), [("fp8", "fp8 tensor"), ("fp8 head", "int4")])
+def test_products_in_fp8(k_as: str, v_as: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries, keys, weights and values in e4m3, where tiles of many rows have instructions."""
+    module = importlib.import_module("flexdecode.backends.triton")
+    if not GPU:
+        able = dataclasses.replace(INTERPRETED, fp8_rows=16)
+        monkeypatch.setattr(module, "device_of", lambda device: able)
+    Lq = 16 if GPU else 3
+    q, k, v = random_inputs(1, 8, 2, Lq, 90, 32, device=DEVICE)
+    packed, cache = quantize(q, "fp8"), (stored(k, k_as), stored(v, v_as))
+    mask = create_block_mask(window_and_sinks)
+    out = attention(packed, *cache, block_mask=mask, backend="triton")
+    exact = dense_attention(meaning(packed), *map(meaning, cache), mask=window_and_sinks).out
+    # e4m3 has three bits behind the leading one: weights are off by up to 2**-4.
+    error = (out.double() - exact).norm() / exact.norm()
+    assert error < (0.05 if v_as.startswith("fp8") else 0.01)
 
 
 @every_backend

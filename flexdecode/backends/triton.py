@@ -82,6 +82,7 @@ def run(request: Request) -> Result:
         q_format="e4m3" if isinstance(q, QuantizedTensor) else "",
         q_scale=_row_scales(q),
         assembly=device_of(problem.device).cuda,
+        fp8_rows=device_of(problem.device).fp8_rows,
         partial_dtype=options.get("partial_dtype", torch.float32),
     )
     if q.device.type == "cuda" and q.device.index != torch.cuda.current_device():
