@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+pytest.importorskip("hypothesis")
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
