@@ -95,10 +95,13 @@ class _Assembler:
         tiles = self.value(queries[1])
         packed = None if named is None else PackedQueries(tiles=tiles, **named)
         tables = Tables(**self.value(fields))
-        for heads, union in unions:
+        if tables.states is not None:
             from flexdecode.kernels.tables import TableBuffers
 
-            tables.unions[heads] = TableBuffers(**self.value(union))
+            own = TableBuffers(tables.states, *tables.tensors)
+            tables.laid_out["buffers"] = own
+            for heads, union in unions:  # of the same states
+                tables.unions[heads] = dataclasses.replace(own, **self.value(union))
         self._lists["tensor"] = others
         return packed, tables
 

@@ -40,13 +40,7 @@ _MASK_FIELDS = _names(BlockMask, ("mask_mod", "tables", "rule_of_call"))
 _BOUND_FIELDS = _names(BoundMask, ("mask_mod", "tables", "rule_of_call", "packed"))
 _TABLE_FIELDS = _names(Tables, ("unions", "laid_out"))
 _QUANTIZED_FIELDS = _names(QuantizedTensor, ("data",))
-_UNION_FIELDS = (
-    "state",
-    "kv_num_blocks",
-    "kv_indices",
-    "full_kv_num_blocks",
-    "full_kv_indices",
-)
+_UNION_FIELDS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 _TORCH_FIELDS = (
     "kv_num_blocks",
     "kv_indices",

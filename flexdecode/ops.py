@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from flexdecode.assembly import assemble, assemble_operands, parse
+from flexdecode.backends import load_backend
 from flexdecode.mask_arguments import check_captures, find_device
 from flexdecode.quantization import QuantizedTensor
 from flexdecode.tables import Extent, build_tables
@@ -53,6 +54,10 @@ _library.define(
 
 
 _NO_AUX = {"lse": False, "max_scores": False}
+_NOTHING_GIVEN = dict.fromkeys(
+    "score_mod block_mask scale kv_len kv_start q_offset page_table cu_seqlens_q bias sinks "
+    "kernel_options".split()
+)
 
 
 # A compiler that watches frames must not read what runs in here.
@@ -66,18 +71,25 @@ def _attention(
     ints: list[int],
     floats: list[float],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from flexdecode.api import AuxRequest, attention
+    from flexdecode.api import AuxRequest, attention, prepare
 
     arguments = assemble(call, tensors, ints, floats)
     operands = _operands((q, k, v), arguments)
-    wanted = AuxRequest(**arguments.pop("return_aux", _NO_AUX))
-    out, aux = attention(*operands, return_aux=wanted, **arguments)
+    arguments["return_aux"] = AuxRequest(**arguments.get("return_aux", _NO_AUX))
     exact = arguments["backend"] == "reference"
+    if "block_mask" in arguments or "score_mod" in arguments:
+        # Masks and rules are new objects: no earlier call is like this one.
+        request, name = prepare(*operands, **{**_NOTHING_GIVEN, **arguments})
+        with torch.no_grad():
+            result = load_backend(name)(request)
+        out, statistics = result.out, (result.lse, result.max_scores)
+    else:
+        out, statistics = attention(*operands, **arguments)
     lse, max_scores = (
         out.new_empty(0, dtype=torch.float64 if exact else torch.float32)
         if rows is None
         else rows.contiguous()
-        for rows in aux
+        for rows in statistics
     )
     if lse is max_scores:  # results may not share memory
         max_scores = lse.clone()

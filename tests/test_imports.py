@@ -75,7 +75,7 @@ MAY_IMPORT = {
     "merging": "kernels",
     "mods": "",
     "operations": "graph proxies",
-    "ops": "api appending assembly mask_arguments quantization tables trace",
+    "ops": "api appending assembly backends mask_arguments quantization tables trace",
     "packed": "block_mask kernels problem quantization tables",
     "plan": "kernels.configs problem quantization",
     "problem": "block_mask packed quantization trace",
