@@ -68,7 +68,16 @@ def update_device_tables(mask: Traced, extent: Extent, tables: Tables) -> None:
 
     Lists united for key heads follow: two launches in all, or one.
     """
-    _fill(mask, extent, tables.laid_out["buffers"], tuple(tables.unions.values()))
+    own = tables.laid_out.get("buffers")
+    if own is None:  # the same tensors in another object
+        own = tables.laid_out["buffers"] = _kernels().TableBuffers(
+            tables.states,
+            tables.kv_num_blocks,
+            tables.kv_indices,
+            tables.full_kv_num_blocks,
+            tables.full_kv_indices,
+        )
+    _fill(mask, extent, own, tuple(tables.unions.values()))
 
 
 def build_compact_device_tables(mask: Traced, extent: Extent) -> Tables:
