@@ -26,7 +26,7 @@ PLAN_KEYS = 8192  # shorter rows are not worth a plan of ragged lengths
 PLAN_LISTED_KEYS = 65536  # and listed blocks among fewer keys none of ragged lists
 WHOLE_KEYS = 512  # rows up to which a reduction costs more than a split saves
 MIN_SHARE = 2  # steps of the loop that are worth a split of their own
-DECODE_WARPS = 16  # warps on a processor that decode quantised keys and values
+DECODE_WARPS = 12  # warps on a processor that decode quantised keys and values
 REDUCE_ELEMENTS = 8192  # float32 partials that a program of the reduction holds at once
 
 

@@ -5,7 +5,8 @@ A row of a quantised head is ``x = code * scale + shift`` (a scale and a shift f
 its elements). Scores need ``q @ x.T = (q @ code.T) * scale + sum(q) * shift``, and the output
 ``p @ x = (p * scale) @ code + sum(p * shift)``: the loop only converts codes, to the dtype of q and
 without rounding. int4 codes enter as ``nibble - 8``, and their shift as ``shift + 8 * scale``, so
-that neither term is much larger than the sum.
+that neither term is much larger than the sum. That matters for values, since weights are rounded;
+the products of keys are exact, and may be larger.
 
 Rows are read as 16-bit *units* of two bytes or four nibbles. A tile of units [BLOCK_N, n] then
 moves through shared memory as a tile of halves would, and gives two or four tiles of numbers,
@@ -64,6 +65,19 @@ _INT4_FLOAT16 = tl.constexpr("""
     fma.rn.f16x2 $1, b, f, n;
     fma.rn.f16x2 $2, c, f, n;
     fma.rn.f16x2 $3, d, f, n;
+}
+""")
+# Without the subtraction, for keys: the sum of q takes care of it.
+_INT4_BFLOAT16_ABOVE = tl.constexpr("""
+{
+    .reg .b32 b, c, d;
+    shr.u32 b, $4, 4;
+    shr.u32 c, $4, 8;
+    shr.u32 d, $4, 12;
+    lop3.b32 $0, $4, 0x000F000F, 0x43004300, 0xEA;
+    lop3.b32 $1, b, 0x000F000F, 0x43004300, 0xEA;
+    lop3.b32 $2, c, 0x000F000F, 0x43004300, 0xEA;
+    lop3.b32 $3, d, 0x000F000F, 0x43004300, 0xEA;
 }
 """)
 # The sign bit turns 128 into 256 in what is subtracted from 128 + (the lower seven bits).
@@ -173,8 +187,16 @@ def is_by_row(COEFFICIENTS):
 
 
 @triton.constexpr_function
-def assembly(FORMAT, DTYPE):
+def stay_above(FORMAT, DTYPE):
+    """Whether nibbles of keys stay 128 too large, which saves an instruction."""
+    return is_int4(FORMAT) and DTYPE == tl.bfloat16
+
+
+@triton.constexpr_function
+def assembly(FORMAT, DTYPE, ABOVE):
     """CUDA instructions that decode two units."""
+    if ABOVE:
+        return _INT4_BFLOAT16_ABOVE
     wide, half = {
         "int4": (_INT4_BFLOAT16, _INT4_FLOAT16),
         "int4_rows": (_INT4_BFLOAT16, _INT4_FLOAT16),
@@ -186,10 +208,19 @@ def assembly(FORMAT, DTYPE):
 
 
 @triton.jit
-def decode(units, FORMAT: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Return the two or four tiles of numbers that a tile of units holds, in grains, exact."""
+def decode(
+    units,
+    FORMAT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    ABOVE: tl.constexpr = False,
+):
+    """Return the two or four tiles of numbers that a tile of units holds, in grains, exact.
+
+    Nibbles come less 8, or plus 128 where `ABOVE` is true (see `stay_above`).
+    """
     if ASSEMBLY and DTYPE == tl.bfloat16:
-        code: tl.constexpr = assembly(FORMAT, DTYPE)
+        code: tl.constexpr = assembly(FORMAT, DTYPE, ABOVE)
         if is_int4(FORMAT):
             return tl.inline_asm_elementwise(
                 code,
@@ -209,7 +240,7 @@ def decode(units, FORMAT: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.conste
                 pack=2,
             )
     elif ASSEMBLY and DTYPE == tl.float16:
-        code: tl.constexpr = assembly(FORMAT, DTYPE)
+        code: tl.constexpr = assembly(FORMAT, DTYPE, ABOVE)
         if is_int4(FORMAT):
             return tl.inline_asm_elementwise(
                 code,
@@ -232,15 +263,21 @@ def decode(units, FORMAT: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.conste
         bits = units.to(tl.int32)
         tiles = ()
         for j in tl.static_range(4 if is_int4(FORMAT) else 2):
-            tiles += (decode_one(bits, j, FORMAT, DTYPE),)
+            tiles += (decode_one(bits, j, FORMAT, DTYPE, ABOVE),)
         return tiles
 
 
 @triton.jit
-def decode_one(bits, PLACE: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+def decode_one(
+    bits,
+    PLACE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ABOVE: tl.constexpr = False,
+):
     """Return one number of each unit, in grains."""
     if is_int4(FORMAT):
-        x = ((bits >> (4 * PLACE)) & 15).to(tl.float32) - 8.0
+        x = ((bits >> (4 * PLACE)) & 15).to(tl.float32) + (128.0 if ABOVE else -8.0)
     elif FORMAT == "int8":
         x = (bits >> (8 * PLACE)).to(tl.int8).to(tl.float32)
     else:
@@ -268,7 +305,14 @@ def load_scales(coefficients, lane, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def load_words(coefficients, GROUP: tl.constexpr, lane, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+def load_words(
+    coefficients,
+    GROUP: tl.constexpr,
+    lane,
+    FORMAT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ABOVE: tl.constexpr = False,
+):
     """Return the scales and shifts of some rows' decoded codes, float32 [BLOCK_N] each."""
     ptrs = coefficients[0] + coefficients[1]
     if GROUP > 0:
@@ -280,7 +324,7 @@ def load_words(coefficients, GROUP: tl.constexpr, lane, FORMAT: tl.constexpr, DT
     scale = (word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     shift = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     if is_int4(FORMAT):
-        shift += scale * 8.0
+        shift += scale * (-128.0 if ABOVE else 8.0)
     return scale * grain(FORMAT, DTYPE), shift
 
 
@@ -554,10 +598,11 @@ def quantized_scores(
     Without coefficients of rows they are in grains and in units of the head's scale.
     """
     DTYPE: tl.constexpr = q[0].dtype
+    ABOVE: tl.constexpr = stay_above(FORMAT, DTYPE)
     tiles = ()
     for tile in tl.static_range(count_tiles(FORMAT, GROUPS, D)):
         units = load_units(ptr, rows, lane, tile, FORMAT, GROUPS, D)
-        tiles += decode(units, FORMAT, DTYPE, ASSEMBLY)
+        tiles += decode(units, FORMAT, DTYPE, ASSEMBLY, ABOVE)
     zero = tl.zeros((q[0].shape[0], rows.shape[0]), tl.float32)
     qk = zero
     for group in tl.static_range(GROUPS):
@@ -566,7 +611,7 @@ def quantized_scores(
             if piece_group(FORMAT, GROUPS, D, piece) == group:
                 product = dot(q[piece], tl.trans(tiles[piece]), product, INPUT_PRECISION)
         if COEFFICIENTS == "words":
-            scale, shift = load_words(coefficients, group, lane, FORMAT, DTYPE)
+            scale, shift = load_words(coefficients, group, lane, FORMAT, DTYPE, ABOVE)
             product = product * scale[None, :] + q_sums[group][:, None] * shift[None, :]
         elif COEFFICIENTS == "scales":
             scale = load_scales(coefficients, lane, FORMAT, DTYPE)

@@ -235,10 +235,15 @@ def test_strided_memory() -> None:
 
 @triton.jit
 def decode_kernel(
-    units_ptr, out_ptr, N: tl.constexpr, FORMAT: tl.constexpr, ASSEMBLY: tl.constexpr
+    units_ptr,
+    out_ptr,
+    N: tl.constexpr,
+    FORMAT: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    ABOVE: tl.constexpr,
 ):
     offs = tl.program_id(0) * N + tl.arange(0, N)
-    tiles = decode(tl.load(units_ptr + offs), FORMAT, out_ptr.dtype.element_ty, ASSEMBLY)
+    tiles = decode(tl.load(units_ptr + offs), FORMAT, out_ptr.dtype.element_ty, ASSEMBLY, ABOVE)
     for j in tl.static_range(len(tiles)):
         tl.store(out_ptr + offs * len(tiles) + j, tiles[j])
 
@@ -250,7 +255,12 @@ def test_every_code_is_decoded_exactly(format: str, dtype: torch.dtype) -> None:
     units = torch.arange(65536).to(torch.int16)
     out = torch.empty(65536, 4 if format == "int4_rows" else 2, dtype=dtype, device=DEVICE)
     assembly = DEVICE == "cuda" and torch.version.hip is None
-    decode_kernel[(64,)](units.to(DEVICE), out, 1024, format, assembly)
+    above = format == "int4_rows" and dtype == torch.bfloat16
+    decode_kernel[(64,)](units.to(DEVICE), out, 1024, format, assembly, False)
+    if above:
+        higher = torch.empty_like(out)
+        decode_kernel[(64,)](units.to(DEVICE), higher, 1024, format, assembly, True)
+        assert torch.equal(higher.double(), out.double() + 136)
     codes = units.view(torch.uint8).view(65536, 2)
     if format == "int4_rows":
         expected = torch.stack(
