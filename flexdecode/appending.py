@@ -87,15 +87,14 @@ def append_kv(
     >>> k_cache.flatten().tolist(), v_cache.flatten().tolist()
     ([0.0, 1.0, 1.0, 0.0], [0.0, 5.0, 5.0, 0.0])
     """
-    plain = isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)
-    if torch.compiler.is_compiling() and plain:
+    if torch.compiler.is_compiling():
         from flexdecode.compiled import append_in_graph
 
         append_in_graph(
-            k_cache,  # type: ignore[arg-type]
-            v_cache,  # type: ignore[arg-type]
             k_new,
             v_new,
+            k_cache=k_cache,
+            v_cache=v_cache,
             kv_len=kv_len,
             kv_start=kv_start,
             page_table=page_table,
@@ -135,7 +134,7 @@ def append_kv(
         "cu_seqlens": cu_seqlens,
     }
     with torch.no_grad():
-        if not plain:
+        if isinstance(k_cache, QuantizedTensor) or isinstance(v_cache, QuantizedTensor):
             if rotary is not None:
                 k_new = _turned(k_new, length, cu_seqlens, *rotary, rotary_interleaved)
             _append_parts(

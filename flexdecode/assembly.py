@@ -19,6 +19,7 @@ from flexdecode.block_mask import BlockMask
 from flexdecode.bound_mask import BoundMask
 from flexdecode.graph_text import graph_from_text
 from flexdecode.packed import PackedQueries
+from flexdecode.quantization import QuantizedTensor
 from flexdecode.tables import Tables
 from flexdecode.trace import Traced, TracedRule
 
@@ -64,6 +65,8 @@ class _Assembler:
             return self._rule(*rest)
         if kind == "quantized":
             return self.value(rest[0])
+        if kind == "cache":
+            return self._cache(rest[0])
         return self._mask(kind, *rest)
 
     def _rule(self, text: str, values: list[str]) -> TracedRule:
@@ -84,6 +87,14 @@ class _Assembler:
             return _torch_mask(mask_mod, **named)
         make = BoundMask if kind == "BoundMask" else BlockMask
         return make(mask_mod=mask_mod, tables=made, **named)
+
+    def _cache(self, stored: Any) -> Any:
+        assert self._written is not None
+        others = self._lists["tensor"]
+        self._lists["tensor"] = self._written
+        found = self.value(stored)
+        self._lists["tensor"] = others
+        return QuantizedTensor(**found) if isinstance(found, dict) else found
 
     def _tables(
         self, queries: Any, fields: Any, *unions: Any

@@ -111,7 +111,7 @@ class Parts:
     Parameters
     ----------
     writes : bool
-        Tables are to be written: they go into a list of their own.
+        Tables are to be written: they go into a list of their own, as caches do.
     """
 
     def __init__(self, writes: bool = False) -> None:
@@ -145,6 +145,8 @@ class Parts:
                 text = self._mask(value)
             elif name == "return_aux":
                 text = self._fields(value, ("lse", "max_scores"))
+            elif name in ("k_cache", "v_cache"):
+                text = self._cache(value)
             elif name == "kernel_options":
                 text = self._options(value)
             elif isinstance(value, QuantizedTensor):
@@ -193,6 +195,16 @@ class Parts:
             parts.append(f"[{heads}, {self._fields(union, _UNION_FIELDS)}]")
         self.tensors = others
         return "[" + ", ".join(parts) + "]"
+
+    def _cache(self, cache: Tensor | QuantizedTensor) -> str:
+        others = self.tensors
+        self.tensors = self.tables  # what is written
+        if isinstance(cache, QuantizedTensor):
+            text = self._fields(cache, ("data", *_QUANTIZED_FIELDS))
+        else:
+            text = self._value(cache)
+        self.tensors = others
+        return f'["cache", {text}]'
 
     def _options(self, options: Any) -> str:
         if not isinstance(options, dict):
@@ -347,12 +359,10 @@ def _update_outside(mask: BoundMask) -> None:
     mask.update()
 
 
-def append_in_graph(
-    k_cache: Tensor, v_cache: Tensor, k_new: Tensor, v_new: Tensor, **arguments: Any
-) -> None:
+def append_in_graph(k_new: Tensor, v_new: Tensor, **arguments: Any) -> None:
     """`append_kv` as an operator that changes the caches in place."""
     parts = Parts()
     call = parts.call(arguments)
     torch.ops.flexdecode.append(
-        k_cache, v_cache, k_new, v_new, call, parts.tensors, parts.ints, parts.floats
+        parts.tables, k_new, v_new, call, parts.tensors, parts.ints, parts.floats
     )

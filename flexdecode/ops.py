@@ -38,8 +38,8 @@ _library.define(
     tags=(torch.Tag.needs_exact_strides,),
 )
 _library.define(
-    "append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k_new, Tensor v_new, str call, "
-    "Tensor[] tensors, SymInt[] ints, float[] floats) -> ()",
+    "append(Tensor(a!)[] caches, Tensor k_new, Tensor v_new, str call, Tensor[] tensors, "
+    "SymInt[] ints, float[] floats) -> ()",
     tags=(torch.Tag.needs_exact_strides,),
 )
 _library.define(
@@ -146,8 +146,7 @@ def _update(
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _append(
-    k_cache: Tensor,
-    v_cache: Tensor,
+    caches: list[Tensor],
     k_new: Tensor,
     v_new: Tensor,
     call: str,
@@ -157,7 +156,8 @@ def _append(
 ) -> None:
     from flexdecode.appending import append_kv
 
-    append_kv(k_cache, v_cache, k_new, v_new, **assemble(call, tensors, ints, floats))
+    arguments = assemble(call, tensors, ints, floats, caches)
+    append_kv(k_new=k_new, v_new=v_new, **arguments)
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]

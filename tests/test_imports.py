@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "__main__": "flexdecode backends bench console demo rule_text visualize",
     "api": "backends block_mask checks compiled mask_arguments mods ops packed plan problem "
     "quantization repeats trace",
-    "assembly": "block_mask bound_mask graph_text kernels.tables packed tables trace",
+    "assembly": "block_mask bound_mask graph_text kernels.tables packed quantization tables trace",
     "appending": "backends checks compiled kernels quantization",
     "backends": "problem",
     "backends.cpu": "block_codes caches evaluate packed plan problem quantization "
