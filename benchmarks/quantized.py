@@ -140,7 +140,8 @@ class Bench:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        found = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.device(arguments.device or found)
         self.on_gpu = self.device.type == "cuda"
         self.results = Results(arguments.out, self.device)
         self.l2_bytes = self.rate = 0
@@ -406,6 +407,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--device", help="cuda or cpu")
     parser.add_argument("--peers", type=Path, help="folder of packed peers, see benchmarks.peers")
     parser.add_argument("--budget", type=float, default=0.0, help="seconds, 0 for no limit")
     parser.add_argument("--replays", type=int, default=15)
