@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "build_compact_device_tables",
     "build_device_tables",
+    "order_lists",
     "unite_heads",
     "update_device_tables",
 ]
@@ -132,6 +133,32 @@ def build_compact_device_tables(mask: Traced, extent: Extent) -> Tables:
         nKV,
         True,
     )
+
+
+def order_lists(tables: Tables, Hkv: int) -> TableBuffers:
+    """One ascending list for each row, of partial and full blocks alike, made at every call.
+
+    Parameters
+    ----------
+    tables : Tables
+    Hkv : int
+        Lists for each query head are united for each key head.
+
+    Returns
+    -------
+    TableBuffers
+        ``state`` tells partial and full blocks apart, and has as many heads as `tables`.
+    """
+    from flexdecode.tables import PARTIAL, table_states
+
+    kernels = _kernels()
+    states = table_states(tables) if tables.states is None else tables.states
+    B, heads, nQ, nKV = states.shape
+    buffers = kernels.TableBuffers.empty(B, min(heads, Hkv), nQ, nKV, states.device, states=False)
+    buffers = dataclasses.replace(buffers, state=states.clamp(max=PARTIAL))
+    with _on(states.device):
+        kernels.launch_compact(buffers)
+    return dataclasses.replace(buffers, state=states)
 
 
 def unite_heads(tables: Tables, Hkv: int) -> TableBuffers:

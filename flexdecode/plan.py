@@ -18,7 +18,15 @@ if TYPE_CHECKING:
 
 Operand = Tensor | QuantizedTensor
 
-__all__ = ["Lists", "balanced_items", "block_owners", "choose_plan", "device_of", "length_bucket"]
+__all__ = [
+    "Lists",
+    "balanced_items",
+    "block_owners",
+    "choose_plan",
+    "device_of",
+    "is_invariant",
+    "length_bucket",
+]
 
 _TUNABLE = ("BLOCK_M", "BLOCK_N", "num_splits", "num_stages", "num_warps")
 
@@ -81,8 +89,15 @@ def choose_plan(
     Raises
     ------
     ValueError
-        A kernel option that cannot work on this device.
+        A kernel option that cannot work on this device, or with another.
     """
+    if is_invariant(options):
+        for name in ("BLOCK_M", "num_splits"):
+            if name in options:
+                raise ValueError(
+                    f"kernel_options[{name!r}]: expected none with deterministic='batch_invariant'"
+                    f", which cuts every row in the same way; got {options[name]}"
+                )
     block_q = kv_block = None
     ragged = isinstance(problem.kv_len, Tensor)
     keys = problem.Lkv if isinstance(problem.kv_len, Tensor) else length_bucket(problem.kv_len)
@@ -113,8 +128,14 @@ def choose_plan(
         ragged=ragged,
         stored=stored,
         page_size=0 if problem.page_table is None else problem.page_size,
+        capacity=max(problem.Lkv, 1) if is_invariant(options) else 0,
         options={name: options[name] for name in _TUNABLE if name in options},
     )
+
+
+def is_invariant(options: dict[str, Any]) -> bool:
+    """True where a row's bits are to depend on that row alone."""
+    return options.get("deterministic") == "batch_invariant"
 
 
 def storage_of(k: Operand, v: Operand) -> configs.Stored | None:

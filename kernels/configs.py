@@ -27,6 +27,7 @@ PLAN_LISTED_KEYS = 65536  # and listed blocks among fewer keys none of ragged li
 WHOLE_KEYS = 512  # rows up to which a reduction costs more than a split saves
 MIN_SHARE = 2  # steps of the loop that are worth a split of their own
 DECODE_WARPS = 12  # warps on a processor that decode quantised keys and values
+SPAN = 1024  # keys of a split where all are cut at the same places
 REDUCE_ELEMENTS = 8192  # float32 partials that a program of the reduction holds at once
 
 
@@ -57,6 +58,8 @@ class DecodeConfig:
         ``num_splits`` does not matter.
     processors : int
         Processors that a balanced launch is to fill.
+    span : int
+        Where positive, every row is cut after as many keys, so that its bits depend on it alone.
     """
 
     BLOCK_M: int
@@ -71,6 +74,7 @@ class DecodeConfig:
     pdl: bool = False
     plan_rows: int = 0
     processors: int = 1
+    span: int = 0
 
 
 @dataclass(frozen=True)
@@ -181,6 +185,7 @@ def choose_config(
     ragged: bool = False,
     stored: Stored | None = None,
     page_size: int = 0,
+    capacity: int = 0,
     options: Mapping[str, int] | None = None,
 ) -> DecodeConfig:
     """Choose tiles, warps, stages and splits for one call.
@@ -206,6 +211,9 @@ def choose_config(
         How K and V are kept, where quantised.
     page_size : int, default 0
         Slots of a page of the cache; 0 where it has none.
+    capacity : int, default 0
+        Where positive, no bit of a row may depend on anything but that row: nothing is then chosen
+        by sizes of the batch or of the cache, which holds so many keys.
     options : mapping of str to int, optional
         Fixed choices: ``BLOCK_M``, ``BLOCK_N``, ``num_warps``, ``num_stages``, ``num_splits``.
 
@@ -231,7 +239,7 @@ def choose_config(
     options = dict(options or {})
     _check(options, D, Dv)
     rows = max(min(BLOCK_Q or Lq, Lq), 1)
-    limit = options.get("BLOCK_M", _row_limit(G * rows, D, Dv))
+    limit = MIN_TILE if capacity else options.get("BLOCK_M", _row_limit(G * rows, D, Dv))
     while True:
         TG = ceil_div(G, ceil_div(G, limit))
         TQ = ceil_div(rows, ceil_div(rows, max(limit // TG, 1)))
@@ -255,6 +263,21 @@ def choose_config(
             )
         limit //= 2
 
+    if capacity:
+        block = KV_BLOCK or loop.BLOCK_N
+        span = block * ceil_div(SPAN, block)
+        return DecodeConfig(
+            BLOCK_M=BLOCK_M,
+            BLOCK_N=loop.BLOCK_N,
+            TG=TG,
+            TQ=TQ,
+            num_splits=max(ceil_div(capacity, span), 1),
+            num_warps=loop.num_warps,
+            num_stages=loop.num_stages,
+            reduce_splits=min(16, max(REDUCE_ELEMENTS // next_power_of_2(Dv), 1)),
+            pdl=device.pdl,
+            span=span,
+        )
     plan_rows = _choose_plan(lists, PLAN_KEYS if ragged else PLAN_LISTED_KEYS, keys, options)
     programs = B * Hkv * ceil_div(G, TG) * ceil_div(Lq, rows) * ceil_div(rows, TQ)
     units = max(ceil_div(keys, loop.BLOCK_N), 1)

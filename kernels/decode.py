@@ -56,7 +56,7 @@ from flexdecode.kernels.tiles import (
     store_pieces,
     zero_pieces,
 )
-from flexdecode.kernels.worklist import find_item, plan_items, share_of
+from flexdecode.kernels.worklist import find_item, plan_items, share_of, span_of
 
 # Everything that changes from call to call: no value of these compiles a kernel of its own.
 RUN_TIME = (
@@ -426,6 +426,7 @@ def _decode_kernel(
     ONE_QUERY: tl.constexpr,  # BLOCK_Q == 1
     ONE_TILE: tl.constexpr,  # nQ == 1, and one tile holds a list's queries and heads
     ROWS: tl.constexpr,  # power of two, at least rows, to balance items over rows; or 0
+    SPAN: tl.constexpr,  # keys of a split, where all are cut at the same places; or 0
     ALIGN_K: tl.constexpr,
     ALIGN_V: tl.constexpr,
     ALIGN_Q: tl.constexpr,
@@ -532,9 +533,12 @@ def _decode_kernel(
     full, partial = count_units(
         kv_num_blocks_ptr, full_kv_num_blocks_ptr, table_row, kv_len, KV_BLOCK, BLOCK_N
     )
-    share, working = share_of(full + partial, num_items)
-    first = split * share
-    last = tl.minimum(first + share, full + partial)
+    if SPAN == 0:
+        share, working = share_of(full + partial, num_items)
+        first = split * share
+        last = tl.minimum(first + share, full + partial)
+    else:
+        working = tl.maximum(cdiv(kv_len, SPAN), 1)
     if split >= working:
         return
 
@@ -595,6 +599,12 @@ def _decode_kernel(
         partial_indices = kv_indices_ptr + table_row * columns
         if full_kv_num_blocks_ptr is not None:
             full_indices = full_kv_indices_ptr + table_row * full_columns
+    if SPAN > 0:
+        listed = partial // ((KV_BLOCK + BLOCK_N - 1) // BLOCK_N)
+        first, last = span_of(
+            split, partial_indices, listed, kv_len, SPAN, KV_BLOCK, BLOCK_N, CHUNK=256
+        )
+        full = 0
     q_offset = load_q_offset(
         q_offset_ptr, stride_q_offset, q_offset, b64, kv_len, q_len, DERIVE_OFFSET
     )
@@ -629,7 +639,7 @@ def _decode_kernel(
     else:
         acc = zero_output(BLOCK_M, BLOCK_N, V_FORMAT, V_COEFFICIENTS, V_GROUPS, DV)
         carry = (m_i, l_i, acc)
-    if kv_num_blocks_ptr is None or full_kv_num_blocks_ptr is not None:
+    if SPAN == 0 and (kv_num_blocks_ptr is None or full_kv_num_blocks_ptr is not None):
         carry = attend(
             carry,
             q,

@@ -117,6 +117,8 @@ def make_plan(call: DecodeCall, config: DecodeConfig) -> Plan:
     Hkv = k.shape[1]
     Dv = out.shape[3]
     BLOCK_Q, KV_BLOCK = call.block_size(config.BLOCK_N)
+    if config.span and tables is not None:
+        KV_BLOCK = tables.BLOCK_SIZE[1]  # whatever the cache holds
     heads = Hkv if tables is not None and tables.kv_num_blocks.shape[1] > 1 else 1
     layout = Layout.of(
         B=q.shape[0],
@@ -154,6 +156,7 @@ def make_plan(call: DecodeCall, config: DecodeConfig) -> Plan:
             and layout.nQ == 1
             and layout.inner * layout.heads == Hkv,
             "ROWS": config.plan_rows,
+            "SPAN": config.span,
             "ALIGN_K": align_k,
             "ALIGN_V": align_v,
             "ALIGN_Q": align_q,
@@ -187,6 +190,7 @@ def make_plan(call: DecodeCall, config: DecodeConfig) -> Plan:
         out.shape[0] * Hq * (Lq if call.tiles is None else layout.nQ * BLOCK_Q),
         {
             "ROWS": config.plan_rows,
+            "SPAN": config.span,
             "DV": Dv,
             "BLOCK_DV": next_power_of_2(Dv),
             "KV_BLOCK": KV_BLOCK,

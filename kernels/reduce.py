@@ -65,6 +65,7 @@ def _reduce_kernel(
     num_splits: tl.int32,
     processors: tl.int32,
     ROWS: tl.constexpr,
+    SPAN: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     KV_BLOCK: tl.constexpr,
@@ -108,6 +109,8 @@ def _reduce_kernel(
         kv_num_blocks_ptr, full_kv_num_blocks_ptr, at, kv_len, KV_BLOCK, BLOCK_N
     )
     _, working = share_of(full + partial, num_items)
+    if SPAN > 0:
+        working = tl.maximum(cdiv(kv_len, SPAN), 1)
     head_tiles = cdiv(G, TG)
     q_tiles = cdiv(tl.minimum(BLOCK_Q, Lq), TQ)
     part_of_item = tl.where(heads == 1, head_kv, 0) * q_tiles + row_in_block // TQ

@@ -4,7 +4,8 @@
 A *row* is one list of active blocks: a sequence, a KV head where lists differ by head, a block of
 queries. A row's units are cut into equal shares, one *item* each. Either every row is cut into the
 same number of splits, or (`plan_items`) the rows are cut so that all items of the launch are about
-equal, as ragged batches need. The lengths are device data, so each program works the plan out for
+equal, as ragged batches need. Where a row's bits must not depend on anything but that row, it is
+cut at fixed positions instead (`span_of`), whatever that costs. The lengths are device data, so each program works the plan out for
 itself, in registers: cheaper than a launch of its own, and nothing waits for the host.
 """
 
@@ -14,7 +15,7 @@ import triton.language as tl
 from flexdecode.kernels.configs import MIN_SHARE as _MIN_SHARE
 from flexdecode.kernels.configs import MIN_UNITS as _MIN_UNITS
 from flexdecode.kernels.configs import OVERSUBSCRIBE as _OVERSUBSCRIBE
-from flexdecode.kernels.tiles import cdiv, load_kv_len
+from flexdecode.kernels.tiles import cdiv, load_kv_len, loop_bound
 
 MIN_SHARE = tl.constexpr(_MIN_SHARE)
 MIN_UNITS = tl.constexpr(_MIN_UNITS)
@@ -92,3 +93,32 @@ def share_of(units, items):
     """Units of each of a row's items, and how many items then have work (one at least)."""
     share = tl.maximum(cdiv(units, items), MIN_SHARE)
     return share, tl.maximum(cdiv(units, share), 1)
+
+
+@triton.jit
+def span_of(
+    split,
+    indices_ptr,  # ascending block numbers, int32, or None: every unit is listed
+    count,  # how many
+    kv_len,
+    SPAN: tl.constexpr,  # keys of a span, a multiple of KV_BLOCK
+    KV_BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Listed units that begin among the keys of one span: [first, last)."""
+    if indices_ptr is None:
+        first = split * (SPAN // BLOCK_N)
+        last = tl.minimum(first + SPAN // BLOCK_N, cdiv(kv_len, BLOCK_N))
+    else:
+        lower = split * (SPAN // KV_BLOCK)
+        below = 0
+        through = 0
+        for start in tl.range(0, loop_bound(count), CHUNK):
+            offs = start + tl.arange(0, CHUNK)
+            numbers = tl.load(indices_ptr + offs, mask=offs < count, other=2147483647)
+            below += tl.sum((numbers < lower).to(tl.int32), 0)
+            through += tl.sum((numbers < lower + SPAN // KV_BLOCK).to(tl.int32), 0)
+        first = below * ((KV_BLOCK + BLOCK_N - 1) // BLOCK_N)
+        last = through * ((KV_BLOCK + BLOCK_N - 1) // BLOCK_N)
+    return first, last

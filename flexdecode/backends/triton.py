@@ -9,11 +9,18 @@ import torch
 from torch import Tensor
 
 from flexdecode.codegen import Flavour, captures_moved, lower
-from flexdecode.device_tables import unite_heads
+from flexdecode.device_tables import order_lists, unite_heads
 from flexdecode.kernels.arguments import Arguments
 from flexdecode.kernels.call import BlockTables, Codes, DecodeCall, Mod
 from flexdecode.kernels.launch import Plan, decode, run_plan
-from flexdecode.plan import Lists, choose_plan, device_of, length_bucket, storage_of
+from flexdecode.plan import (
+    Lists,
+    choose_plan,
+    device_of,
+    is_invariant,
+    length_bucket,
+    storage_of,
+)
 from flexdecode.problem import Problem, Request, Result
 from flexdecode.quantization import QuantizedTensor
 from flexdecode.tables import Tables
@@ -40,11 +47,6 @@ def run(request: Request) -> Result:
         A kernel option that cannot work on this device.
     """
     problem, q, options = request.problem, request.q, request.options
-    if options.get("deterministic") == "batch_invariant":
-        raise NotImplementedError(
-            "kernel_options['deterministic']: 'batch_invariant' is not supported by the triton "
-            "backend yet (backend='cpu' has it); repeated calls give equal bits in any case"
-        )
     rows = (problem.q_batch, problem.Hq, problem.Lq)
     out = torch.empty((*rows, problem.Dv), dtype=problem.dtype, device=q.device)
     lse = max_scores = None
@@ -71,7 +73,7 @@ def run(request: Request) -> Result:
         BLOCK_Q=0 if packed is None else packed.BLOCK_Q,
         lse=lse,
         max_scores=max_scores,
-        tables=None if resolved is None else _block_tables(resolved.tables, problem),
+        tables=None if resolved is None else _block_tables(resolved.tables, problem, options),
         score_mod=_mod(request.score, flavour, q.device),
         mask_mod=None if resolved is None else _mod(resolved.mask, flavour, q.device),
         bias=None if bias is None else bias.expand(*rows, problem.Lkv),
@@ -137,6 +139,11 @@ def _repeatable(
         return None
     if request.sinks is not call.sinks or call.k is not request.k:
         return None
+    if request.resolved is not None and call.tables is not None:
+        own = request.resolved.tables
+        if own.states is None or is_invariant(request.options):
+            if call.tables.kv_indices is not own.kv_indices:
+                return None  # made from the tables, which may change in place
     rules = [request.score, None if request.resolved is None else request.resolved.mask]
     flavour = _flavour(problem, request.options.get("approx"))
     mods: list[Any] = []
@@ -249,8 +256,10 @@ def _flavour(problem: Problem, approx: bool | None) -> Flavour:
     return "cuda_fast" if fast else "cuda"
 
 
-def _block_tables(tables: Tables, problem: Problem) -> BlockTables:
+def _block_tables(tables: Tables, problem: Problem, options: dict[str, Any]) -> BlockTables:
     """Lay out tables for the kernels; once, where the library built them to serve many calls."""
+    if is_invariant(options):
+        return _ordered(tables, problem)
     by_head = tables.kv_num_blocks.shape[1] not in (1, problem.Hkv)
     if tables.states is None:  # given ones may change in place between two calls
         return _united(tables, problem) if by_head else _plain(tables)
@@ -261,10 +270,35 @@ def _block_tables(tables: Tables, problem: Problem) -> BlockTables:
     return found
 
 
+def _ordered(tables: Tables, problem: Problem) -> BlockTables:
+    """One ascending list for each row, of all blocks that a head of its group lists."""
+    tables = _with_width(tables, problem)
+    lists = order_lists(tables, problem.Hkv)
+    state = lists.state
+    if state.shape[1] == 1:
+        state = state.expand(-1, problem.Hq, -1, -1).contiguous()
+    elif state.shape[1] == problem.Hkv:
+        state = state.repeat_interleave(problem.G, 1)
+    return BlockTables(
+        lists.kv_num_blocks,
+        lists.kv_indices,
+        None,
+        None,
+        tables.BLOCK_SIZE,
+        False,
+        state,
+        given=tables.states is None,
+    )
+
+
+def _with_width(tables: Tables, problem: Problem) -> Tables:
+    if tables.num_kv_blocks >= 0:
+        return tables
+    return dataclasses.replace(tables, num_kv_blocks=-(-problem.Lkv // tables.BLOCK_SIZE[1]))
+
+
 def _united(tables: Tables, problem: Problem) -> BlockTables:
-    if tables.num_kv_blocks < 0:  # given tables of unknown width
-        width = -(-problem.Lkv // tables.BLOCK_SIZE[1])
-        tables = dataclasses.replace(tables, num_kv_blocks=width)
+    tables = _with_width(tables, problem)
     union = unite_heads(tables, problem.Hkv)
     return BlockTables(
         union.kv_num_blocks,
