@@ -158,7 +158,8 @@ def order_lists(tables: Tables, Hkv: int) -> TableBuffers:
     buffers = dataclasses.replace(buffers, state=states.clamp(max=PARTIAL))
     with _on(states.device):
         kernels.launch_compact(buffers)
-    return dataclasses.replace(buffers, state=states)
+    lists: TableBuffers = dataclasses.replace(buffers, state=states)
+    return lists
 
 
 def unite_heads(tables: Tables, Hkv: int) -> TableBuffers:

@@ -12,6 +12,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,8 @@ __all__ = ["Signature", "remember", "run_again", "sign"]
 
 _MAX_REPEATS = 256  # of calls without a mask; a bound mask holds its own
 
+_NUMBERS = (NoneType, float)
+_VALUES = (int, bool, str, torch.dtype)
 _BOUND = ("kv_len", "kv_start", "page_table")  # what a bound mask brings itself
 
 Signature = tuple[Any, ...]
@@ -80,6 +83,21 @@ def sign(
     """
     if block_mask is not None and type(block_mask) is not BoundMask:
         return None
+    if type(scale) not in _NUMBERS or type(backend) is not str:
+        return None
+    options: tuple[Any, ...] = ()
+    if kernel_options is not None:
+        if type(kernel_options) is not dict:
+            return None
+        for name, value in kernel_options.items():
+            if type(value) not in _VALUES:
+                return None
+            options += (name, type(value), value)  # 1 == True
+    wanted = None
+    if return_aux is not None:
+        wanted = getattr(return_aux, "lse", None), getattr(return_aux, "max_scores", None)
+        if type(wanted[0]) is not bool or type(wanted[1]) is not bool:
+            return None
     signature: Signature = ()
     for name, x in tensors.items():
         if type(x) is not Tensor or (x.requires_grad and torch.is_grad_enabled()):
@@ -90,8 +108,6 @@ def sign(
     device = tensors["q"].get_device()
     if checks.is_checking() or (device >= 0 and device != torch.cuda.current_device()):
         return None
-    wanted = None if return_aux is None else (return_aux.lse, return_aux.max_scores)
-    options = None if not kernel_options else tuple(kernel_options.items())
     return (*signature, id(score_mod), scale, wanted, backend, options)
 
 

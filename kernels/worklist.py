@@ -4,9 +4,9 @@
 A *row* is one list of active blocks: a sequence, a KV head where lists differ by head, a block of
 queries. A row's units are cut into equal shares, one *item* each. Either every row is cut into the
 same number of splits, or (`plan_items`) the rows are cut so that all items of the launch are about
-equal, as ragged batches need. Where a row's bits must not depend on anything but that row, it is
-cut at fixed positions instead (`span_of`), whatever that costs. The lengths are device data, so each program works the plan out for
-itself, in registers: cheaper than a launch of its own, and nothing waits for the host.
+equal, as ragged batches need. The lengths are device data, so each program works the plan out for
+itself, in registers: cheaper than a launch of its own, and nothing waits for the host. Where the
+bits of a row must depend on that row alone, it is cut at fixed positions instead (`span_of`).
 """
 
 import triton

@@ -199,3 +199,17 @@ def test_nothing_is_kept_alive() -> None:
     kept = use_and_forget()
     gc.collect()
     assert [ref() for ref in kept] == [None] * 5
+
+
+def test_tables_made_from_others_are_made_anew() -> None:
+    """Lists by query head are united for the kernels, and those of given tables copied."""
+    kv_len = torch.tensor([70, 31], device=DEVICE)
+    rule = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx - kv_idx < 9 * (h + 1))
+    bound = rule.bind(batch=2, heads=4, q_len=1, kv_len=kv_len, kv_capacity=70)
+    options = {"deterministic": "batch_invariant"}
+    for lengths in ([70, 31], [9, 60], [64, 5]):
+        kv_len.copy_(torch.tensor(lengths))
+        bound.update()
+        given = tensors()
+        same(*given, block_mask=bound)
+        same(*given, block_mask=bound, kernel_options=options)
