@@ -1,6 +1,7 @@
 """Triton kernels. Import as ``flexdecode.kernels``.
 
 Read `decode` first (the legend, the kernel, its loop), then `tiles`, `worklist` and `reduce`;
+`pages` and `quantized` say where and what the keys of other caches are;
 `tables` and `interval_tables` build block tables, `launch` turns a call into launches, `configs`
 chooses tiles; `merge` joins whole calls.
 """
