@@ -102,6 +102,7 @@ class Work:
         Work of the busiest program, and of the mean one among the busy.
     states : Tensor, [B, heads, nQ, columns], uint8
         Each block as listed: 0 not, 1 partial, 2 full. ``heads`` is 1 or the number of key heads.
+        Tiles of packed queries count as sequences of one row of blocks.
     owners : Tensor, [B, heads, nQ, columns], int64
         Number of the share of its list that begins the block; -1 where it is not listed.
     """
@@ -131,11 +132,12 @@ class Explanation:
     dtype : torch.dtype
     target : Target
     blocks : BlockCounts
-        Without a mask, blocks are the steps of the kernel's loop.
+        Without a mask, blocks are the steps of the kernel's loop. Of packed queries, each tile has
+        lists of its own.
     work : Work
     traffic : Traffic
     intervals : IntervalReport or None
-        None without a rule, or where its blocks are too many.
+        None without a rule, where its blocks are too many, or where queries are packed.
     bandwidth : float or None
         Bytes/s.
     """
@@ -297,15 +299,17 @@ def explain(
     lists = _lists(request)
     stored = storage_of(request.k, request.v)
     config = choose_plan(problem, lists, stored, target.device, request.options)
-    size = (max(problem.Lq, 1), config.BLOCK_N) if lists is None else lists.BLOCK_SIZE
-    states = _states(request, size)
-    keys = valid_keys(_on_host(problem.kv_len_rows()), states.shape[3], size[1])
+    rows = _Rows.of(problem)
+    size = (rows.BLOCK_Q, config.BLOCK_N) if lists is None else lists.BLOCK_SIZE
+    states = _states(request, size, rows)
+    keys = valid_keys(rows.kv_len, states.shape[3], size[1])
     blocks = count_blocks(
-        states, keys, (min(size[0], problem.Lq), size[1]), problem.B, problem.Hkv, "key head"
+        states, keys, (min(size[0], problem.Lq), size[1]), rows.B, problem.Hkv, "key head"
     )
-    work, parts = _work(problem, config, lists, states, keys)
+    work, parts = _work(problem, config, lists, rows, states, keys)
     report = None
     ruled = isinstance(block_mask, BlockMask) and block_mask.source == "rule"
+    ruled = ruled and problem.packed is None
     if ruled and resolved is not None and resolved.mask is not None:
         report = report_intervals(resolved.mask, _extent(problem, size))
     return Explanation(
@@ -316,7 +320,7 @@ def explain(
         target=target,
         blocks=blocks,
         work=work,
-        traffic=_traffic(request, states, keys, blocks, parts),
+        traffic=_traffic(request, rows, states, keys, blocks, parts),
         intervals=report,
         bandwidth=target.peak if bandwidth is None else float(bandwidth),
     )
@@ -363,14 +367,66 @@ def _lists(request: Request) -> Lists | None:
     return Lists(B, heads, nQ, found, tables.BLOCK_SIZE)
 
 
-def _states(request: Request, BLOCK_SIZE: tuple[int, int]) -> Tensor:
+@dataclass(frozen=True)
+class _Rows:
+    """What has lists: sequences, or tiles of packed queries, each like a sequence of its own.
+
+    Attributes
+    ----------
+    B, Lq, BLOCK_Q : int
+        How many there are, queries of each at the most, queries of a row of blocks without tables.
+    kv_len : Tensor, [B], int64, on the CPU
+        Valid keys.
+    tiles : Tensor, [5, B], int64, or None
+        See `flexdecode.packed.PackedQueries`, without the unused ones.
+    used : Tensor, [num_tiles], bool, or None
+    """
+
+    B: int
+    Lq: int
+    BLOCK_Q: int
+    kv_len: Tensor
+    tiles: Tensor | None = None
+    used: Tensor | None = None
+
+    @classmethod
+    def of(cls, problem: Problem) -> _Rows:
+        kv_len = _on_host(problem.kv_len_rows())
+        packed = problem.packed
+        if packed is None:
+            return cls(problem.B, problem.Lq, max(problem.Lq, 1), kv_len)
+        tiles = _on_host(packed.tiles)
+        used = tiles[0] >= 0
+        tiles = tiles[:, used]
+        size = packed.BLOCK_Q
+        return cls(tiles.shape[1], size, size, kv_len[tiles[0]], tiles, used)
+
+    def queries(self, nQ: int, BLOCK_Q: int) -> Tensor:
+        """Queries of each row of blocks, of which the last may have fewer: [B or 1, nQ], int64."""
+        if self.tiles is not None:
+            return self.tiles[2, :, None]
+        return (self.Lq - torch.arange(nQ) * BLOCK_Q).clamp(0, BLOCK_Q)[None]
+
+    def by_sequence(self, slots: Tensor, sequences: int) -> Tensor:
+        """Join what tiles of one sequence read, [B or 1, heads, columns]: each key counts once."""
+        if self.tiles is None:
+            return slots
+        slots = slots.expand(self.B, -1, -1)
+        joined = slots.new_zeros(sequences, *slots.shape[1:])
+        whose = self.tiles[0][:, None, None].expand_as(slots)
+        return joined.scatter_reduce_(0, whose, slots, "amax")
+
+
+def _states(request: Request, BLOCK_SIZE: tuple[int, int], rows: _Rows) -> Tensor:
     """State of each block for each key head, as listed: [B or 1, Hkv or 1, nQ, columns], uint8."""
     problem = request.problem
     columns = ceil_div(problem.Lkv, BLOCK_SIZE[1])
     if request.resolved is None:
-        rows = ceil_div(problem.Lq, BLOCK_SIZE[0])
-        return torch.full((1, 1, rows, columns), FULL, dtype=torch.uint8)
+        nQ = ceil_div(rows.Lq, BLOCK_SIZE[0])
+        return torch.full((1, 1, nQ, columns), FULL, dtype=torch.uint8)
     states = table_states(request.resolved.tables).cpu()
+    if rows.used is not None:
+        states = states.transpose(0, 2)[rows.used]
     states = pad(states, (0, max(columns - states.shape[3], 0)))
     if states.shape[1] in (1, problem.Hkv):
         return states
@@ -392,26 +448,35 @@ def _extent(problem: Problem, BLOCK_SIZE: tuple[int, int]) -> Extent:
 
 
 def _work(
-    problem: Problem, config: DecodeConfig, lists: Lists | None, states: Tensor, keys: Tensor
+    problem: Problem,
+    config: DecodeConfig,
+    lists: Lists | None,
+    each: _Rows,
+    states: Tensor,
+    keys: Tensor,
 ) -> tuple[Work, int]:
     """Who works on what, and how many partial results of a row that makes."""
     BLOCK_SIZE = None if lists is None else lists.BLOCK_SIZE
     BLOCK_Q, KV_BLOCK = kernel_block_size(BLOCK_SIZE, problem.Lq, problem.Lkv, config.BLOCK_N)
     heads = problem.Hkv if lists is not None and lists.heads > 1 else 1
+    packed = problem.packed
+    if packed is not None:
+        BLOCK_Q = packed.BLOCK_Q
     layout = Layout.of(
-        B=problem.B,
+        B=problem.q_batch,
         Hkv=problem.Hkv,
         G=problem.G,
         Lq=problem.Lq,
         heads=heads,
         BLOCK_Q=BLOCK_Q,
         config=config,
+        nQ=None if packed is None else packed.num_tiles,
     )
     steps = ceil_div(KV_BLOCK, config.BLOCK_N)
     listed = states > 0
     if lists is None:
         listed = listed & (keys > 0)[:, None, None, :]
-    lists_of = (problem.B, heads, layout.nQ)
+    lists_of = (each.B, heads, layout.nQ if packed is None else 1)
     units = (listed.sum(-1) * steps).expand(lists_of).reshape(-1)
     if config.plan_rows:
         items = balanced_items(units, layout.inner, config.processors)
@@ -419,7 +484,7 @@ def _work(
         items = torch.full_like(units, config.num_splits)
     share = (-(-units // items)).clamp(min=MIN_SHARE)
     working = -(-units // share)
-    queries = _queries(problem, layout.nQ, BLOCK_Q).repeat(problem.B * heads)
+    queries = each.queries(layout.nQ, BLOCK_Q)[:, None].expand(lists_of).reshape(-1)
     tiles = -(-queries // config.TQ) * (problem.Hkv // heads * ceil_div(problem.G, config.TG))
     busy = int((working * tiles).sum())
     mean = float((units * tiles).sum()) / (busy * steps) if busy else 0.0
@@ -432,18 +497,18 @@ def _work(
 
 
 def _traffic(
-    request: Request, states: Tensor, keys: Tensor, blocks: BlockCounts, parts: int
+    request: Request, rows: _Rows, states: Tensor, keys: Tensor, blocks: BlockCounts, parts: int
 ) -> Traffic:
     problem, q, k, v = request.problem, request.q, request.k, request.v
     read = (states > 0) * keys[:, None, None, :]  # [B or 1, Hkv or 1, nQ, columns], keys
-    read = read.expand(problem.B, -1, -1, -1) if problem.Bkv > 1 else read
-    slots = read.amax(2) if read.shape[2] else read.sum(2)
-    if problem.Bkv == 1 and slots.shape[0]:
+    read = read.expand(rows.B, -1, -1, -1) if problem.Bkv > 1 else read
+    slots = rows.by_sequence(read.amax(2) if read.shape[2] else read.sum(2), problem.B)
+    if problem.Bkv == 1 and problem.kv_start is None and slots.shape[0]:
         slots = slots.amax(0, keepdim=True)  # sequences share the slots
     slots = slots.expand(-1, problem.Hkv, -1)
     a_slot = row_bytes(k) + row_bytes(v)
     out_row = problem.Dv * problem.dtype.itemsize
-    q_out = problem.B * problem.Hq * problem.Lq * (row_bytes(q) + out_row)
+    q_out = problem.q_batch * problem.Hq * problem.Lq * (row_bytes(q) + out_row)
     captured = list(request.score.captures) if request.score is not None else []
     mask = None if request.resolved is None else request.resolved.mask
     if mask is not None and blocks.partial.total:
@@ -453,14 +518,14 @@ def _traffic(
     whole = {(x.data_ptr(), x.shape): x.numel() * x.element_size() for x in captured}
     return Traffic(
         keys_values=int(slots.sum()) * a_slot,
-        bias=_bias_bytes(request, states, keys, blocks.BLOCK_SIZE[0]),
+        bias=_bias_bytes(request, rows, states, keys, blocks.BLOCK_SIZE[0]),
         captures=sum(whole.values()),
         q_out=q_out,
         partials=parts * (problem.Dv + 2) * 4 * 2,
     )
 
 
-def _bias_bytes(request: Request, states: Tensor, keys: Tensor, BLOCK_Q: int) -> int:
+def _bias_bytes(request: Request, rows: _Rows, states: Tensor, keys: Tensor, BLOCK_Q: int) -> int:
     """Bytes of the entries for the keys of active blocks; what is broadcast counts once."""
     bias, problem = request.bias, request.problem
     if bias is None or bias.numel() == 0:
@@ -468,8 +533,9 @@ def _bias_bytes(request: Request, states: Tensor, keys: Tensor, BLOCK_Q: int) ->
     by_sequence, by_head, by_row, by_key = (
         size > 1 and stride != 0 for size, stride in zip(bias.shape, bias.stride(), strict=True)
     )
+    by_sequence = by_row if problem.packed is not None else by_sequence  # tiles have other rows
     read = (states > 0) * (keys if by_key else keys.clamp(max=1))[:, None, None, :]
-    read = read.expand(problem.B, problem.Hkv, -1, -1)
+    read = read.expand(rows.B, problem.Hkv, -1, -1)
     if not by_key:
         read = read.amax(3, keepdim=True)
     if not by_sequence:
@@ -477,12 +543,7 @@ def _bias_bytes(request: Request, states: Tensor, keys: Tensor, BLOCK_Q: int) ->
     if not by_head:
         read = read.amax(1, keepdim=True)
     if by_row:
-        read = read * _queries(problem, states.shape[2], BLOCK_Q)[:, None]
+        read = read * rows.queries(states.shape[2], BLOCK_Q)[:, None, :, None]
     else:
         read = read.amax(2)
     return int(read.sum()) * (problem.G if by_head else 1) * bias.element_size()
-
-
-def _queries(problem: Problem, nQ: int, BLOCK_Q: int) -> Tensor:
-    """Queries of each row of blocks: the last may have fewer."""
-    return (problem.Lq - torch.arange(nQ) * BLOCK_Q).clamp(0, BLOCK_Q)

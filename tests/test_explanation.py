@@ -94,6 +94,47 @@ def test_bias_of_several_queries_and_broadcast_keys():
     assert explain(q, k, v, bias=torch.zeros(1, 4, 3, 1).expand(1, 4, 3, 1000)).traffic.bias == 48
 
 
+def packed(queries, kv_len):
+    q, k, v = inputs(B=len(queries), Lkv=100)
+    total = sum(queries)
+    starts = torch.tensor([0, *queries]).cumsum(0).to(torch.int32)
+    q = torch.randn(1, 4, total, 16)
+    return (q, k, v), {"cu_seqlens_q": starts, "kv_len": torch.tensor(kv_len)}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_packed_queries_are_counted_by_tile(masked):
+    qkv, call = packed([1, 2, 3], [90, 5, 40])  # three tiles of up to four queries
+    if masked:
+        call["block_mask"] = create_block_mask(causal, BLOCK_SIZE=32)
+    # Without tables, blocks are the steps of the loop: 32 keys too.
+    report = explain(*qkv, **call, bias=torch.zeros(1, 4, 6, 100))
+    blocks, traffic = report.blocks, report.traffic
+    assert blocks.BLOCK_SIZE == (4, 32) and blocks.lists == 3 * 2
+    assert tuple(blocks.active) == (2 * (3 + 1 + 2), 1, 2.0, 3)
+    assert tuple(blocks.full) == (2 * (2 + 0 + 1), 0, 1.0, 2)
+    assert blocks.empty.total == 0
+    assert traffic.keys_values == 2 * (90 + 5 + 40) * (16 + 32) * 4
+    assert traffic.bias == 4 * (1 * 90 + 2 * 5 + 3 * 40) * 4
+    assert traffic.q_out == 4 * 6 * (16 + 32) * 4
+    assert report.work.busy == 6 and report.intervals is None
+    assert report.work.busiest == 3.0 and report.work.mean == 2.0
+    one_row = explain(*qkv, **call, bias=torch.zeros(1, 1, 1, 100).expand(1, 1, 6, 100))
+    assert one_row.traffic.bias == 90 * 4
+    assert str(report)
+
+
+def test_tiles_of_a_packed_sequence_read_its_keys_once():
+    qkv, call = packed([1, 0, 9], [90, 5, 40])  # one tile and three, of four queries at most
+    mask = create_block_mask(causal & sliding_window(20), BLOCK_SIZE=32)
+    report = explain(*qkv, **call, block_mask=mask)
+    assert report.blocks.lists == 4 * 2
+    # Queries 31 to 39 see keys 12 to 39; the tile of query 39 alone sees keys 20 and on.
+    assert tuple(report.blocks.active) == (2 * (1 + 2 + 2 + 2), 1, 14 / 8, 2)
+    assert report.traffic.keys_values == 2 * ((90 - 64) + 40) * (16 + 32) * 4
+    assert report.traffic.q_out == 4 * 10 * (16 + 32) * 4
+
+
 def test_captures_count_whole_and_the_mask_only_where_it_is_asked():
     q, k, v = inputs()
     ids = torch.zeros(1000, dtype=torch.int32)
@@ -159,6 +200,8 @@ def test_balanced_items_are_those_of_the_kernels(seed):
         ({"B": 3, "Lq": 3}, 128, [1000, 1, 640]),
         ({"Hq": 8, "Lq": 20}, (8, 64), None),
         ({"B": 2, "Lkv": 100, "D": 40}, 256, None),
+        ({"queries": [1, 0, 9]}, 32, [90, 5, 40]),
+        ({"queries": [1, 1, 1]}, None, [90, 0, 40]),
     ],
 )
 def test_the_plan_is_the_one_that_the_backend_makes(sizes, block_size, kv_len, monkeypatch):
@@ -180,8 +223,12 @@ def test_the_plan_is_the_one_that_the_backend_makes(sizes, block_size, kv_len, m
     monkeypatch.setitem(explanation._KNOWN, "interpreter", small)
     monkeypatch.setattr(backend, "decode", decode)
     monkeypatch.setattr(backend, "_plans", {})
-    q, k, v = inputs(**sizes)
-    call = {} if kv_len is None else {"kv_len": torch.tensor(kv_len)}
+    if "queries" in sizes:
+        (q, k, v), call = packed(sizes["queries"], kv_len)
+    else:
+        (q, k, v), call = inputs(**sizes), {}
+    if kv_len is not None:
+        call["kv_len"] = torch.tensor(kv_len)
     if block_size is not None:
         heads = torch.arange(q.shape[1]) % 2
         rule = per_head(heads, causal, causal & sliding_window(90))
