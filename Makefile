@@ -2,6 +2,7 @@
 #
 #   make demo     a real model generates text through flexdecode; a small one is served
 #   make test     the tests, on the GPU where there is one
+#   make fuzz     random calls against float64 for ten minutes; ARGS="--minutes 60"
 #   make lint     ruff, formatting, mypy
 #   make docs     the pages under docs/, warnings are errors; runs the masks gallery
 #   make gallery  run the masks gallery and keep its pictures in the notebook
@@ -15,7 +16,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet --quiet install
 STAMPS := $(VENV)/stamps
 
-.PHONY: demo test lint docs gallery bench clean
+.PHONY: demo test fuzz lint docs gallery bench clean
 .DEFAULT_GOAL := test
 
 demo: $(STAMPS)/demo
@@ -24,6 +25,9 @@ demo: $(STAMPS)/demo
 
 test: $(STAMPS)/dev
 	$(BIN)/python -m pytest $(ARGS)
+
+fuzz: $(STAMPS)/dev
+	$(BIN)/python -m tests.fuzz $(ARGS)
 
 lint: $(STAMPS)/dev
 	$(BIN)/ruff check .

@@ -1,0 +1,63 @@
+"""Calls drawn at random against a dense float64 formula: every storage, mask, stride and dtype.
+
+A sample that is the same on every run; `python -m tests.fuzz` (`make fuzz`) goes on for longer.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("hypothesis")
+from hypothesis import HealthCheck, given, settings
+
+from tests.attempts import Attempt, as_test, attempts, check
+
+SECONDS = 20.0  # of drawing calls for one backend; a busy machine makes fewer
+BACKENDS = {"cpu": 150, "reference": 40, "triton": 45}
+ON_GPU = torch.cuda.is_available()
+
+
+@pytest.mark.skipif(ON_GPU, reason="compiles kernels for each call; make fuzz does")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_random_calls_equal_the_formula(backend: str) -> None:
+    started = time.monotonic()
+    failed: list[Attempt] = []
+
+    @settings(
+        max_examples=BACKENDS[backend],
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(attempts())
+    def every(attempt: Attempt) -> None:
+        if not failed and time.monotonic() - started > SECONDS:
+            return
+        failed.append(attempt)  # a failure is made smaller and repeated, however long it takes
+        check(attempt, backend)
+        failed.pop()
+
+    every()
+
+
+# Calls that once went wrong are kept here.
+FOUND: list[Attempt] = []
+
+
+@pytest.mark.parametrize("attempt", FOUND, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_calls_found_by_fuzzing(backend: str, attempt: Attempt) -> None:
+    check(attempt, backend, "cuda" if ON_GPU and backend != "cpu" else "cpu")
+
+
+def test_a_failing_call_is_printed_as_a_test() -> None:
+    attempt = Attempt(seed=3, kv_len=(4, 0), q_len=(2, 0), packed=True, mask="(q >= k)")
+    names: dict[str, Any] = {}
+    exec(as_test(attempt, "reference"), names)
+    names["test_found_by_fuzzing_on_reference"]()
+    assert names["Attempt"] is Attempt
