@@ -151,7 +151,12 @@ def storage_of(k: Operand, v: Operand) -> configs.Stored | None:
         else x.shape[3] // 2
         for x in quantized
     ]
-    return configs.Stored(size, min(columns) <= configs.MIN_TILE)
+    return configs.Stored(
+        size,
+        narrow=min(columns) <= configs.MIN_TILE,
+        nibbles=len(quantized) == 2 and all(x.format == "int4" for x in quantized),
+        groups=max(x.groups for x in quantized),
+    )
 
 
 @functools.cache

@@ -26,7 +26,8 @@ PLAN_KEYS = 8192  # shorter rows are not worth a plan of ragged lengths
 PLAN_LISTED_KEYS = 65536  # and listed blocks among fewer keys none of ragged lists
 WHOLE_KEYS = 512  # rows up to which a reduction costs more than a split saves
 MIN_SHARE = 2  # steps of the loop that are worth a split of their own
-DECODE_WARPS = 12  # warps on a processor that decode quantised keys and values
+DECODE_WARPS = 8  # warps on a processor that decode quantised keys and values
+DECODE_REGISTERS = 0  # most registers of their threads; 0 leaves it to the compiler
 SPAN = 1024  # keys of a split where all are cut at the same places
 REDUCE_ELEMENTS = 8192  # float32 partials that a program of the reduction holds at once
 
@@ -58,6 +59,8 @@ class DecodeConfig:
         ``num_splits`` does not matter.
     processors : int
         Processors that a balanced launch is to fill.
+    max_registers : int
+        Of a thread, CUDA only; 0 leaves it to the compiler.
     span : int
         Where positive, every row is cut after as many keys, so that its bits depend on it alone.
     """
@@ -74,6 +77,7 @@ class DecodeConfig:
     pdl: bool = False
     plan_rows: int = 0
     processors: int = 1
+    max_registers: int = 0
     span: int = 0
 
 
@@ -113,10 +117,16 @@ class Stored:
         Of one key's row of K and of V, padded as in shared memory, coefficients included.
     narrow : bool
         Rows are read in tiles of 16 columns, which several warps could not share.
+    nibbles : bool
+        Both are int4.
+    groups : int
+        Most coefficients of a row.
     """
 
     row_bytes: int
     narrow: bool
+    nibbles: bool = False
+    groups: int = 1
 
 
 # What the interpreter is given: small, so that tests cross tile borders.
@@ -248,7 +258,7 @@ def choose_config(
             loop = _choose_loop(BLOCK_M, D, Dv, itemsize, KV_BLOCK, device, options)
         else:
             loop = _choose_quantized_loop(
-                BLOCK_M, D, Dv, itemsize, stored, KV_BLOCK, device, options
+                BLOCK_M, D, Dv, itemsize, stored, KV_BLOCK, page_size, device, options
             )
         if loop.bytes <= device.shared_memory:
             break
@@ -283,7 +293,9 @@ def choose_config(
     units = max(ceil_div(keys, loop.BLOCK_N), 1)
     if stored is not None:
         # Decoding keeps warps busy: several programs on a processor hide one another's waits.
-        device = replace(device, processors=device.processors * (DECODE_WARPS // loop.num_warps))
+        device = replace(
+            device, processors=device.processors * max(DECODE_WARPS // loop.num_warps, 1)
+        )
     num_splits = _choose_splits(programs, units, keys, device, options)
     wide = _unit(128, KV_BLOCK)
     # A block is one step then, and its number, or those of many small pages, are fetched at once.
@@ -308,6 +320,7 @@ def choose_config(
         pdl=device.pdl,
         plan_rows=plan_rows,
         processors=device.processors,
+        max_registers=DECODE_REGISTERS if stored is not None and device.cuda else 0,
     )
 
 
@@ -394,15 +407,26 @@ def _choose_quantized_loop(
     itemsize: int,
     stored: Stored,
     KV_BLOCK: int | None,
+    page_size: int,
     device: Device,
     options: Mapping[str, int],
 ) -> _Loop:
     """Choose the loop over quantised keys: few bytes in flight, much to do in registers."""
-    large = BLOCK_M * sum(split_dim(Dv)) > 8192
-    num_warps = options.get("num_warps", 8 if large else 1 if stored.narrow else 4)
-    keys = 32 if itemsize >= 4 or D + Dv > 384 or stored.narrow else 64
-    BLOCK_N = options.get("BLOCK_N", _unit(keys, KV_BLOCK))
-    num_stages = options.get("num_stages", 4 if BLOCK_M <= 32 and D + Dv <= 256 else 2)
+    most = _unit(128, KV_BLOCK)
+    if page_size and page_size & -page_size >= 32:
+        most = min(most, page_size & -page_size)  # one look-up for a whole step
+    if BLOCK_M > 32 or D + Dv > 256 or itemsize >= 4:
+        warps = 8 if BLOCK_M * sum(split_dim(Dv)) > 8192 else 1 if stored.narrow else 4
+        keys, stages = 32 if itemsize >= 4 or D + Dv > 384 or stored.narrow else 64, 2
+    elif stored.narrow or (stored.nibbles and stored.groups == 1):
+        warps, keys, stages = 1, 32, 4
+    elif stored.nibbles or most < 128:
+        warps, keys, stages = 2, 64, 3
+    else:
+        warps, keys, stages = 4, 128, 3
+    num_warps = options.get("num_warps", warps)
+    BLOCK_N = options.get("BLOCK_N", min(keys, most))
+    num_stages = options.get("num_stages", stages)
     d, dv = sum(split_dim(D)), sum(split_dim(Dv))
     while True:
         needed = max(num_stages, 1) * BLOCK_N * stored.row_bytes

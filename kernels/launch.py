@@ -183,7 +183,8 @@ def make_plan(call: DecodeCall, config: DecodeConfig) -> Plan:
             "LIKE_K": call.page_size > 0 and (outer_k[0], outer_k[2]) == (outer_v[0], outer_v[2]),
             "PDL": config.pdl,
         },
-        {"num_warps": config.num_warps, "num_stages": config.num_stages},
+        {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        | ({"maxnreg": config.max_registers} if config.max_registers else {}),
     )
     reduce = Launch(
         _reduce_kernel,
