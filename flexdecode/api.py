@@ -12,6 +12,7 @@ from torch import Tensor
 from flexdecode import checks
 from flexdecode.backends import choose_backend, load_backend
 from flexdecode.block_mask import BlockMask
+from flexdecode.capture_checks import check_captured_indices
 from flexdecode.mask_arguments import check_captures
 from flexdecode.ops import is_transformed
 from flexdecode.packed import PackedQueries, tile_size
@@ -362,6 +363,8 @@ def prepare(
     want_lse = return_aux is not None and return_aux.lse
     want_max = return_aux is not None and return_aux.max_scores
     request = Request(q, k, v, problem, score, resolved, bias, sinks, want_lse, want_max, options)
+    if checks.is_checking():
+        check_captured_indices(request, block_mask is not None and block_mask.source == "blocks")
     return request, name
 
 

@@ -12,7 +12,7 @@ from flexdecode.graph import Node, is_float
 from flexdecode.proxies import TORCH_DTYPE
 from flexdecode.trace import Traced
 
-__all__ = ["FUNCTIONS", "evaluate", "load_elements"]
+__all__ = ["FUNCTIONS", "evaluate", "evaluate_nodes", "load_elements"]
 
 
 def evaluate(
@@ -46,9 +46,27 @@ def evaluate(
         Bool for a mask mod, `float_dtype` for a score mod. It broadcasts to the common shape but
         may be smaller: ``causal`` has no batch dimension.
     """
+    inputs = (b, h, q_idx, kv_idx, score)
+    device = next((x.device for x in inputs if isinstance(x, Tensor)), None)
+    result = evaluate_nodes(traced, *inputs, float_dtype=float_dtype)[traced.graph.output]
+    if traced.graph.kind == "score":
+        result = result.to(float_dtype)
+    return result if device is None else result.to(device)
+
+
+def evaluate_nodes(
+    traced: Traced,
+    b: Tensor | int,
+    h: Tensor | int,
+    q_idx: Tensor | int,
+    kv_idx: Tensor | int,
+    score: Tensor | None = None,
+    *,
+    float_dtype: torch.dtype = torch.float32,
+) -> dict[Node, Tensor]:
+    """Values of all nodes of a traced mod, see `evaluate`; numbers may be on the CPU."""
     graph = traced.graph
     inputs = {"b": b, "h": h, "q_idx": q_idx, "kv_idx": kv_idx, "score": score}
-    device = next((x.device for x in inputs.values() if isinstance(x, Tensor)), None)
     values: dict[Node, Tensor] = {}
     for node in graph.nodes:
         args = [values[arg] for arg in node.args]
@@ -71,10 +89,7 @@ def evaluate(
             values[node] = args[0].to(dtype)
         else:
             values[node] = FUNCTIONS[node.op](*args)
-    result = values[graph.output]
-    if graph.kind == "score":
-        result = result.to(float_dtype)
-    return result if device is None else result.to(device)
+    return values
 
 
 def _compute_dtype(name: str, float_dtype: torch.dtype) -> torch.dtype:

@@ -21,8 +21,8 @@ MAY_IMPORT = {
     "flexdecode": "api appending block_mask cascade codegen compilation explanation merging mods "
     "quantization",
     "__main__": "flexdecode backends bench console demo rule_text visualize",
-    "api": "backends block_mask checks compiled mask_arguments mods ops packed plan problem "
-    "quantization repeats trace",
+    "api": "backends block_mask capture_checks checks compiled mask_arguments mods ops packed plan "
+    "problem quantization repeats trace",
     "assembly": "block_mask bound_mask graph_text kernels.tables packed quantization tables trace",
     "appending": "backends checks compiled kernels quantization",
     "backends": "problem",
@@ -39,6 +39,7 @@ MAY_IMPORT = {
     "block_states": "evaluate intervals packed problem trace",
     "bound_mask": "block_mask checks compiled mask_arguments mask_resolution packed tables trace",
     "caches": "problem quantization",
+    "capture_checks": "evaluate graph packed problem tables trace",
     "cascade": "api block_mask cascade_calls checks explanation merging mods",
     "cascade_calls": "block_mask cascade_packing mods",
     "cascade_packing": "",
