@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +15,7 @@ from flexdecode.block_counts import BlockCounts, count_blocks, valid_keys
 from flexdecode.block_mask import BlockMask
 from flexdecode.kernels.configs import MIN_SHARE, DecodeConfig, Device, ceil_div
 from flexdecode.kernels.layout import Layout, kernel_block_size
-from flexdecode.plan import Lists, balanced_items, block_owners, choose_plan, device_of, storage_of
+from flexdecode.plan import Lists, Planned, balanced_items, block_owners, choose_plan, device_of
 from flexdecode.problem import Problem, Request
 from flexdecode.quantization import row_bytes
 from flexdecode.tables import FULL, PARTIAL, Extent, table_states
@@ -48,11 +48,11 @@ class Target:
 
 
 _KNOWN = {
-    "A100": Target("A100", Device(108, 166912), 2.039e12),
-    "H100": Target("H100", Device(132, 232448, pdl=True), 3.35e12),
-    "H200": Target("H200", Device(132, 232448, pdl=True), 4.8e12),
-    "B200": Target("B200", Device(148, 232448, pdl=True), 8.0e12),
-    "MI300X": Target("MI300X", Device(304, 65536), 5.3e12),
+    "A100": Target("A100", Device(108, 166912, arch="cuda:80"), 2.039e12),
+    "H100": Target("H100", Device(132, 232448, pdl=True, arch="cuda:90"), 3.35e12),
+    "H200": Target("H200", Device(132, 232448, pdl=True, arch="cuda:90"), 4.8e12),
+    "B200": Target("B200", Device(148, 232448, pdl=True, arch="cuda:100"), 8.0e12),
+    "MI300X": Target("MI300X", Device(304, 65536, arch="hip:gfx942"), 5.3e12),
 }
 
 
@@ -94,6 +94,8 @@ class Work:
     ----------
     config : DecodeConfig
         Tiles, splits, warps and stages.
+    origin : str
+        What chose them: "rules", "kernel_options", or where the measured choice comes from.
     programs : int
         Programs of the launch.
     busy : int
@@ -108,6 +110,7 @@ class Work:
     """
 
     config: DecodeConfig
+    origin: str
     programs: int
     busy: int
     busiest: float
@@ -177,6 +180,8 @@ class Explanation:
             f"tiles of {config.BLOCK_M} rows ({config.TG} heads x {config.TQ} queries) and "
             f"{config.BLOCK_N} keys, {config.num_warps} warps, {config.num_stages} stages",
         )
+        if work.origin != "rules":
+            yield "", f"chosen by {work.origin}"
         yield (
             "programs",
             f"{work.programs}, {work.busy} with work; busiest {work.busiest:.1f} blocks, "
@@ -297,16 +302,15 @@ def explain(
     )
     problem, resolved = request.problem, request.resolved
     lists = _lists(request)
-    stored = storage_of(request.k, request.v)
-    config = choose_plan(problem, lists, stored, target.device, request.options)
+    planned = choose_plan(request, lists, target.device)
     rows = _Rows.of(problem)
-    size = (rows.BLOCK_Q, config.BLOCK_N) if lists is None else lists.BLOCK_SIZE
+    size = (rows.BLOCK_Q, planned.config.BLOCK_N) if lists is None else lists.BLOCK_SIZE
     states = _states(request, size, rows)
     keys = valid_keys(rows.kv_len, states.shape[3], size[1])
     blocks = count_blocks(
         states, keys, (min(size[0], problem.Lq), size[1]), rows.B, problem.Hkv, "key head"
     )
-    work, parts = _work(problem, config, lists, rows, states, keys)
+    work, parts = _work(problem, planned, lists, rows, states, keys)
     report = None
     ruled = isinstance(block_mask, BlockMask) and block_mask.source == "rule"
     ruled = ruled and problem.packed is None
@@ -344,7 +348,7 @@ def _target(q: Tensor, device_name: str | None, processors: int | None) -> Targe
         return target
     if isinstance(processors, bool) or not isinstance(processors, int) or processors < 1:
         raise ValueError(f"processors: expected an int of at least 1, got {processors!r}")
-    device = Device(processors, target.device.shared_memory, target.device.pdl)
+    device = replace(target.device, processors=processors)
     return Target(target.name, device, target.peak, target.assumed)
 
 
@@ -449,13 +453,14 @@ def _extent(problem: Problem, BLOCK_SIZE: tuple[int, int]) -> Extent:
 
 def _work(
     problem: Problem,
-    config: DecodeConfig,
+    planned: Planned,
     lists: Lists | None,
     each: _Rows,
     states: Tensor,
     keys: Tensor,
 ) -> tuple[Work, int]:
     """Who works on what, and how many partial results of a row that makes."""
+    config = planned.config
     BLOCK_SIZE = None if lists is None else lists.BLOCK_SIZE
     BLOCK_Q, KV_BLOCK = kernel_block_size(BLOCK_SIZE, problem.Lq, problem.Lkv, config.BLOCK_N)
     heads = problem.Hkv if lists is not None and lists.heads > 1 else 1
@@ -493,7 +498,7 @@ def _work(
     parts = int((working * rows)[working > 1].sum())
     states = (states * listed).expand(*lists_of, -1)
     owners = block_owners(states, share.view(lists_of), steps)
-    return Work(config, layout.programs, busy, busiest, mean, states, owners), parts
+    return Work(config, planned.origin, layout.programs, busy, busiest, mean, states, owners), parts
 
 
 def _traffic(

@@ -4,31 +4,35 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from flexdecode import choices
 from flexdecode.kernels import configs
 from flexdecode.quantization import QuantizedTensor, row_bytes
 
 if TYPE_CHECKING:
     from flexdecode.kernels.call import BlockTables
-    from flexdecode.problem import Problem
+    from flexdecode.problem import Request
 
 Operand = Tensor | QuantizedTensor
 
 __all__ = [
     "Lists",
+    "Planned",
     "balanced_items",
     "block_owners",
     "choose_plan",
     "device_of",
     "is_invariant",
     "length_bucket",
+    "plan_by_rules",
+    "tuning_key",
 ]
 
-_TUNABLE = ("BLOCK_M", "BLOCK_N", "num_splits", "num_stages", "num_warps")
+TUNABLE = ("BLOCK_M", "BLOCK_N", "num_splits", "num_stages", "num_warps")
 
 
 @dataclass(frozen=True)
@@ -65,32 +69,33 @@ def length_bucket(keys: int) -> int:
     return configs.next_power_of_2(max(keys, 1))
 
 
-def choose_plan(
-    problem: Problem,
-    lists: Lists | None,
-    stored: configs.Stored | None,
-    device: configs.Device,
-    options: dict[str, Any],
-) -> configs.DecodeConfig:
+class Planned(NamedTuple):
+    """A configuration, and what chose it: "rules", "kernel_options", or where a choice is from."""
+
+    config: configs.DecodeConfig
+    origin: str
+
+
+def choose_plan(request: Request, lists: Lists | None, device: configs.Device) -> Planned:
     """Choose tiles and splits for a call from what the host knows of it.
+
+    Options that the call fixes come first, then a measured choice, then the rules. A measured
+    choice is taken as a whole: not where the call fixes any of its options.
 
     Parameters
     ----------
-    problem : Problem
+    request : Request
     lists : Lists or None
         None where every key may be attended. Packed queries count as one sequence of many rows
         of blocks.
-    stored : Stored or None
-        How k and v are kept where one is quantised, see `storage_of`.
     device : Device
-    options : dict
-        Checked ``kernel_options``.
 
     Raises
     ------
     ValueError
         A kernel option that cannot work on this device, or with another.
     """
+    options = request.options
     if is_invariant(options):
         for name in ("BLOCK_M", "num_splits"):
             if name in options:
@@ -98,6 +103,68 @@ def choose_plan(
                     f"kernel_options[{name!r}]: expected none with deterministic='batch_invariant'"
                     f", which cuts every row in the same way; got {options[name]}"
                 )
+    own = {name: options[name] for name in TUNABLE if name in options}
+    sizes = _sizes(request, lists)
+    if not own and not is_invariant(options) and device.arch:
+        key, rows = tuning_key(request, lists, device)
+        choice = choices.find(key)
+        if choice is not None:
+            measured = choice.options_for(rows, device.processors)
+            try:
+                config = configs.choose_config(**sizes, device=device, options=measured)
+                return Planned(config, choice.origin)
+            except ValueError:
+                pass  # measured on a device with more memory, perhaps
+    config = configs.choose_config(**sizes, device=device, options=own)
+    return Planned(config, "kernel_options" if own else "rules")
+
+
+def plan_by_rules(
+    request: Request, lists: Lists | None, device: configs.Device, options: dict[str, int]
+) -> configs.DecodeConfig:
+    """Choose by `options` and the rules alone, whatever has been measured."""
+    return configs.choose_config(**_sizes(request, lists), device=device, options=options)
+
+
+def tuning_key(
+    request: Request, lists: Lists | None, device: configs.Device
+) -> tuple[choices.Key, int]:
+    """For which key a call looks up measured choices, and its rows before they fell into a bucket.
+
+    Parameters
+    ----------
+    request, lists, device
+        As in `choose_plan`.
+    """
+    sizes, problem = _sizes(request, lists), request.problem
+    queries = max(min(sizes["BLOCK_Q"] or sizes["Lq"], sizes["Lq"]), 1)
+    rows = max(sizes["B"] * sizes["Hkv"] * configs.ceil_div(sizes["Lq"], queries), 1)
+    work = "uniform"
+    if sizes["lists"] > 1:
+        work = "ragged" if sizes["ragged"] else "listed"
+    q = format_of(request.q)
+    key = choices.Key(
+        arch=device.arch,
+        D=problem.D,
+        Dv=problem.Dv,
+        G=problem.G,
+        q="tf32" if q == "float32" and request.options.get("tf32") else q,
+        k=format_of(request.k),
+        v=format_of(request.v),
+        queries=choices.bucket(queries),
+        work=work,
+        keys=choices.bucket(sizes["keys"]),
+        rows=choices.bucket(rows),
+        block=sizes["KV_BLOCK"] or 0,
+        page=min(problem.page_size & -problem.page_size, 256),
+        scored=request.score is not None or request.bias is not None,
+    )
+    return key, rows
+
+
+def _sizes(request: Request, lists: Lists | None) -> dict[str, Any]:
+    """All that `choose_config` takes beside the device and options."""
+    problem = request.problem
     block_q = kv_block = None
     ragged = isinstance(problem.kv_len, Tensor)
     keys = problem.Lkv if isinstance(problem.kv_len, Tensor) else length_bucket(problem.kv_len)
@@ -112,25 +179,36 @@ def choose_plan(
         several = problem.q_batch * lists.heads * lists.nQ if differ else 1
         if lists.columns is not None:
             keys = min(keys, lists.columns * kv_block)
-    return configs.choose_config(
-        B=B,
-        Hkv=problem.Hkv,
-        G=problem.G,
-        Lq=Lq,
-        D=problem.D,
-        Dv=problem.Dv,
-        itemsize=problem.dtype.itemsize,
-        keys=min(keys, problem.Lkv),
-        device=device,
-        BLOCK_Q=block_q,
-        KV_BLOCK=kv_block,
-        lists=several,
-        ragged=ragged,
-        stored=stored,
-        page_size=0 if problem.page_table is None else problem.page_size,
-        capacity=max(problem.Lkv, 1) if is_invariant(options) else 0,
-        options={name: options[name] for name in _TUNABLE if name in options},
-    )
+    return {
+        "B": B,
+        "Hkv": problem.Hkv,
+        "G": problem.G,
+        "Lq": Lq,
+        "D": problem.D,
+        "Dv": problem.Dv,
+        "itemsize": problem.dtype.itemsize,
+        "keys": min(keys, problem.Lkv),
+        "BLOCK_Q": block_q,
+        "KV_BLOCK": kv_block,
+        "lists": several,
+        "ragged": ragged,
+        "stored": storage_of(request.k, request.v),
+        "page_size": 0 if problem.page_table is None else problem.page_size,
+        "capacity": max(problem.Lkv, 1) if is_invariant(request.options) else 0,
+    }
+
+
+def format_of(x: Operand) -> str:
+    """How a tensor is stored, in a word: a dtype, or a format, its groups and coefficients."""
+    if not isinstance(x, QuantizedTensor):
+        return str(x.dtype).removeprefix("torch.")
+    parts = [str(x.format)]
+    if x.format == "int4":
+        parts += [str(x.groups), x.layout]
+    found = x.coefficients
+    if found is not None:
+        parts.append("words" if found.dtype == torch.int32 else "rows" if x.by_row else "heads")
+    return ".".join(parts)
 
 
 def is_invariant(options: dict[str, Any]) -> bool:
@@ -172,7 +250,9 @@ def device_of(device: torch.device) -> configs.Device:
     if cuda and (properties.major, properties.minor) >= (8, 9):
         fp8_rows = 64 if properties.major in (9, 10) else 16  # of warp groups, or of a warp
     count = properties.multi_processor_count
-    return configs.Device(count, shared, pdl=hopper, cuda=cuda, fp8_rows=fp8_rows)
+    return configs.Device(
+        count, shared, pdl=hopper, cuda=cuda, fp8_rows=fp8_rows, arch=choices.arch_of(device)
+    )
 
 
 def balanced_items(units: Tensor, inner: int, processors: int) -> Tensor:

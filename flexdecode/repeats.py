@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flexdecode import checks
+from flexdecode import checks, choices
 from flexdecode.bound_mask import BoundMask
 from flexdecode.trace import trace
 
@@ -108,7 +108,7 @@ def sign(
     device = tensors["q"].get_device()
     if checks.is_checking() or (device >= 0 and device != torch.cuda.current_device()):
         return None
-    return (*signature, id(score_mod), scale, wanted, backend, options)
+    return (*signature, id(score_mod), scale, wanted, backend, options, choices.generation)
 
 
 def run_again(

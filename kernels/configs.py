@@ -98,6 +98,8 @@ class Device:
     fp8_rows : int
         Least rows of a tile whose matrix instructions take e4m3; 0 where none do. Smaller tiles
         would be converted to float16, so that decoding to bfloat16 is as fast and more precise.
+    arch : str
+        Whose measured choices it takes, see `flexdecode.choices.Key`; none where empty.
     """
 
     processors: int
@@ -105,6 +107,7 @@ class Device:
     pdl: bool = False
     cuda: bool = False
     fp8_rows: int = 0
+    arch: str = ""
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,7 @@ class Stored:
 
 
 # What the interpreter is given: small, so that tests cross tile borders.
-INTERPRETED = Device(processors=8, shared_memory=1 << 30)
+INTERPRETED = Device(processors=8, shared_memory=1 << 30, arch="interpreter")
 
 
 def next_power_of_2(n: int) -> int:

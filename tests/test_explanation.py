@@ -354,7 +354,7 @@ def test_a_device_that_is_not_here_is_said_to_be_assumed():
         pytest.skip("there is one")
     report = explain(*inputs())
     assert report.target.assumed and "assumed, since there is no GPU" in str(report)
-    assert report.target.device == configs.Device(132, 232448, pdl=True)
+    assert report.target.device == configs.Device(132, 232448, pdl=True, arch="cuda:90")
 
 
 def test_plot_draws_tokens():

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexdecode import choices
 from flexdecode.codegen import Flavour, captures_moved, lower
 from flexdecode.device_tables import order_lists, unite_heads
 from flexdecode.kernels.arguments import Arguments
@@ -19,7 +20,6 @@ from flexdecode.plan import (
     device_of,
     is_invariant,
     length_bucket,
-    storage_of,
 )
 from flexdecode.problem import Problem, Request, Result
 from flexdecode.quantization import QuantizedTensor
@@ -162,15 +162,12 @@ _MAX_PLANS = 1024
 
 def _launch(call: DecodeCall, request: Request) -> Arguments | None:
     """Find or make the plan of `call`, and run it."""
-    problem, options = request.problem, request.options
-    key = _signature(call, options)
+    key = _signature(call, request.options)
     plan = _plans.get(key)
     if plan is not None:
         return run_plan(plan, call)
     lists = None if call.tables is None else Lists.of(call.tables)
-    config = choose_plan(
-        problem, lists, storage_of(request.k, request.v), device_of(problem.device), options
-    )
+    config, _ = choose_plan(request, lists, device_of(request.problem.device))
     plan, arguments = decode(call, config)
     if len(_plans) >= _MAX_PLANS:
         _plans.pop(next(iter(_plans)))
@@ -205,6 +202,7 @@ def _signature(call: DecodeCall, options: dict[str, Any]) -> tuple[Any, ...]:
         None if call.q_scale is None else call.q_scale.stride(),
         call.tf32,
         tuple(options.items()) if options else None,
+        choices.generation,
     )
 
 
