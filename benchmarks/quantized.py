@@ -29,6 +29,7 @@ from benchmarks.providers import PROVIDERS, Setup, own_backend
 from benchmarks.records import Record, Results
 from benchmarks.timing import measure_read_rate, time_graph, time_limit, time_wall
 from flexdecode import QuantizedTensor, dequantize, quantize
+from flexdecode.kernels import configs
 
 __all__ = ["FORMATS", "main"]
 
@@ -45,20 +46,20 @@ FORMATS: dict[str, dict[str, Any] | None] = {
     "int4, interleaved, 4 groups": {"format": "int4", "layout": "interleaved", "groups": 4},
 }
 SWEPT = ("fp8, scale of a row", "fp8, one scale", "int4", "int4, 4 groups")
-# Keys of a step, warps, stages.
+# Keys of a step, warps, stages, and most registers of a thread (0: as the compiler likes).
 GRID = (
-    (64, 4, 3),
-    (64, 4, 4),
-    (64, 2, 3),
-    (64, 2, 4),
-    (64, 1, 3),
-    (32, 1, 4),
-    (32, 2, 5),
-    (128, 4, 3),
-    (128, 4, 2),
-    (128, 2, 3),
+    (128, 4, 3, 0),
+    (128, 4, 3, 168),
+    (128, 4, 4, 168),
+    (64, 4, 3, 128),
+    (64, 4, 4, 128),
+    (64, 2, 3, 0),
+    (64, 2, 3, 168),
+    (32, 1, 4, 0),
+    (32, 1, 4, 168),
+    (32, 2, 4, 128),
 )
-FILLS = (1, 2, 3, 4, 6, 8)  # programs on a processor
+FILLS = (2, 3, 4, 6, 8, 12)  # programs on a processor
 _QUERY_FP8 = "fp8, q too"
 _LIMIT = 20.0  # seconds that one number may take
 
@@ -280,7 +281,9 @@ class Bench:
             sets = self.sets(size, format)
             rows = []
             programs = size.B * size.Hkv
-            for keys, warps, stages in GRID:
+            for keys, warps, stages, registers in GRID:
+                configs.DECODE_REGISTERS = registers
+                _forget_plans()
                 counts = [max(processors * fill // programs, 1) for fill in FILLS]
                 for splits in sorted(set(counts[:1] if self.arguments.once else counts)):
                     if self.over():
@@ -295,11 +298,19 @@ class Bench:
                         size, name, "flexdecode", sets, partial(self.own, options=options)
                     )
                     if record.median is not None:
-                        rows.append((record.median, record.percent_of_floor, options))
+                        best = (record.median, record.percent_of_floor, registers, options)
+                        rows.append(best)
             rows.sort(key=lambda row: -row[0])
-            for us, percent, options in rows[-10:]:
-                print(f"{size.name}, {name}: {us:.1f} us, {percent or 0:.0f} %, {options}")
+            for us, percent, registers, options in rows[-10:]:
+                line = f"{size.name}, {name}: {us:.1f} us, {percent or 0:.0f} %, {options}"
+                print(f"{line}, {registers} registers")
             print(flush=True)
+
+
+def _forget_plans() -> None:
+    from flexdecode.backends import triton
+
+    triton._plans.clear()
 
 
 def _fa3(size: Size, device: torch.device) -> Callable[[KV], Tensor]:
