@@ -28,6 +28,7 @@ WHOLE_KEYS = 512  # rows up to which a reduction costs more than a split saves
 MIN_SHARE = 2  # steps of the loop that are worth a split of their own
 DECODE_WARPS = 8  # warps on a processor that decode quantised keys and values
 DECODE_REGISTERS = 0  # most registers of their threads; 0 leaves it to the compiler
+EARLY_KEYS = 4096  # rows up to which an early start of the decode kernel gains nothing
 SPAN = 1024  # keys of a split where all are cut at the same places
 REDUCE_ELEMENTS = 8192  # float32 partials that a program of the reduction holds at once
 
@@ -54,6 +55,8 @@ class DecodeConfig:
         Warps of a program of the reduction.
     pdl : bool
         Launch the reduction before the decode kernel ends (compute capability 9.0 or newer).
+    early : bool
+        Launch the decode kernel while an earlier reduction ends.
     plan_rows : int
         Where positive, shares are balanced over ragged rows, at most this many of them, and
         ``num_splits`` does not matter.
@@ -75,6 +78,7 @@ class DecodeConfig:
     reduce_splits: int = 16
     reduce_warps: int = 4
     pdl: bool = False
+    early: bool = False
     plan_rows: int = 0
     processors: int = 1
     max_registers: int = 0
@@ -253,6 +257,9 @@ def choose_config(
     _check(options, D, Dv)
     rows = max(min(BLOCK_Q or Lq, Lq), 1)
     limit = MIN_TILE if capacity else options.get("BLOCK_M", _row_limit(G * rows, D, Dv))
+    if capacity and "BLOCK_N" not in options:
+        # The same steps with tables as without.
+        options["BLOCK_N"] = _unit(32 if itemsize >= 4 or D + Dv > 384 else 64, KV_BLOCK)
     while True:
         TG = ceil_div(G, ceil_div(G, limit))
         TQ = ceil_div(rows, ceil_div(rows, max(limit // TG, 1)))
@@ -321,6 +328,7 @@ def choose_config(
         num_stages=loop.num_stages,
         reduce_splits=min(reduce_splits, max(REDUCE_ELEMENTS // next_power_of_2(Dv), 1)),
         pdl=device.pdl,
+        early=device.pdl and stored is None and D + Dv <= 256 and keys > EARLY_KEYS,
         plan_rows=plan_rows,
         processors=device.processors,
         max_registers=DECODE_REGISTERS if stored is not None and device.cuda else 0,

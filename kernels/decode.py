@@ -451,11 +451,15 @@ def _decode_kernel(
     BLOCK_N: tl.constexpr,
     PAGE_SIZE: tl.constexpr,  # or 0
     LIKE_K: tl.constexpr,  # pages of v have the strides of those of k
-    PDL: tl.constexpr,
+    PDL: tl.constexpr,  # there is a reduction, which may be launched early
+    EARLY: tl.constexpr,  # so was this kernel
 ):
     if PDL:
         # Lets the reduction be launched now; it waits there until this kernel has finished.
         tl.extra.cuda.gdc_launch_dependents()
+    if EARLY:
+        # The kernel before this one may not have finished, and what is read here may come from it.
+        tl.extra.cuda.gdc_wait()
 
     # -- who am I: an item of a row's active blocks, some of its heads and queries ----
     pid = tl.program_id(0)

@@ -181,10 +181,12 @@ def make_plan(call: DecodeCall, config: DecodeConfig) -> Plan:
             "BLOCK_N": config.BLOCK_N,
             "PAGE_SIZE": call.page_size,
             "LIKE_K": call.page_size > 0 and (outer_k[0], outer_k[2]) == (outer_v[0], outer_v[2]),
-            "PDL": config.pdl,
+            "PDL": config.pdl and several,
+            "EARLY": config.early,
         },
         {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        | ({"maxnreg": config.max_registers} if config.max_registers else {}),
+        | ({"maxnreg": config.max_registers} if config.max_registers else {})
+        | ({"launch_pdl": True} if config.early else {}),
     )
     reduce = Launch(
         _reduce_kernel,

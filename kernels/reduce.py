@@ -121,6 +121,9 @@ def _reduce_kernel(
     if PDL:
         # Even where nothing is left to do: what comes after this kernel must not come before that.
         tl.extra.cuda.gdc_wait()
+        # The next call's decode kernel may be launched; it waits as well. Not before: it would take
+        # the place of programs that this kernel waits for.
+        tl.extra.cuda.gdc_launch_dependents()
     if working == 1:
         return  # that program wrote the outputs itself
     if tiles_ptr is not None:

@@ -280,7 +280,7 @@ def test_the_rule_weighs_bytes() -> None:
         assert [name for name, _ in short.calls] == ["plain call"]
     assert decision(2, 100, cascade=True).cascades
     assert not decision(64, 32768, cascade=False).cascades
-    fixed = create_block_mask(causal, 1, 1, 1, 40000, q_offset=39999)
+    fixed = create_block_mask(causal, 1, 1, 1, 40000, device="cpu", q_offset=39999)
     assert not decision(64, 32768, block_mask=fixed).cascades
     assert "tables" in decision(64, 32768, block_mask=fixed).reason
 

@@ -107,6 +107,7 @@ def test_more_than_two_to_the_31_elements():
     assert (out[1:-1] == 0).all()
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of what inductor imports
 def test_compiled_code_holds_both_merges():
     """Inductor keeps the operators, in place and not, and finds the gradients."""
     outs, lses = draw(2, 4, 8, 1, 64, dtype=torch.float32), draw(2, 4, 8, 1, dtype=torch.float32)

@@ -34,7 +34,8 @@ def call(*qkv: Tensor, **arguments: Any) -> Any:
 def same(*qkv: Tensor, **arguments: Any) -> None:
     out = call(*qkv, **arguments)
     wanted = attention(*qkv, **arguments, backend="reference")
-    torch.testing.assert_close(out, wanted, atol=2e-5, rtol=2e-5)
+    tolerance = 2e-5 if out.dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(out, wanted, atol=tolerance, rtol=tolerance)
 
 
 @pytest.fixture
