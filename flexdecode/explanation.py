@@ -15,7 +15,15 @@ from flexdecode.block_counts import BlockCounts, count_blocks, valid_keys
 from flexdecode.block_mask import BlockMask
 from flexdecode.kernels.configs import MIN_SHARE, DecodeConfig, Device, ceil_div
 from flexdecode.kernels.layout import Layout, kernel_block_size
-from flexdecode.plan import Lists, Planned, balanced_items, block_owners, choose_plan, device_of
+from flexdecode.plan import (
+    Lists,
+    Planned,
+    balanced_items,
+    block_owners,
+    choose_plan,
+    device_of,
+    lists_of,
+)
 from flexdecode.problem import Problem, Request
 from flexdecode.quantization import row_bytes
 from flexdecode.tables import FULL, PARTIAL, Extent, table_states
@@ -301,7 +309,7 @@ def explain(
         kernel_options=kernel_options,
     )
     problem, resolved = request.problem, request.resolved
-    lists = _lists(request)
+    lists = lists_of(request)
     planned = choose_plan(request, lists, target.device)
     rows = _Rows.of(problem)
     size = (rows.BLOCK_Q, planned.config.BLOCK_N) if lists is None else lists.BLOCK_SIZE
@@ -354,21 +362,6 @@ def _target(q: Tensor, device_name: str | None, processors: int | None) -> Targe
 
 def _on_host(value: Tensor) -> Tensor:
     return value.detach().cpu().long()
-
-
-def _lists(request: Request) -> Lists | None:
-    """Shape of the lists as the triton backend lays them out."""
-    if request.resolved is None:
-        return None
-    tables, problem = request.resolved.tables, request.problem
-    B, heads, nQ = tables.kv_num_blocks.shape
-    if heads not in (1, problem.Hkv):
-        columns = 2 * ceil_div(problem.Lkv, tables.BLOCK_SIZE[1])
-        return Lists(B, problem.Hkv, nQ, columns, tables.BLOCK_SIZE)
-    found = None
-    if tables.full_kv_indices is not None:
-        found = tables.kv_indices.shape[3] + tables.full_kv_indices.shape[3]
-    return Lists(B, heads, nQ, found, tables.BLOCK_SIZE)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 Operand = Tensor | QuantizedTensor
 
 __all__ = [
+    "TUNABLE",
     "Lists",
     "Planned",
     "balanced_items",
@@ -28,6 +29,7 @@ __all__ = [
     "device_of",
     "is_invariant",
     "length_bucket",
+    "lists_of",
     "plan_by_rules",
     "tuning_key",
 ]
@@ -62,6 +64,21 @@ class Lists:
             columns = tables.kv_indices.shape[3] + tables.full_kv_indices.shape[3]
         B, heads, nQ = tables.kv_num_blocks.shape
         return cls(B, heads, nQ, columns, tables.BLOCK_SIZE)
+
+
+def lists_of(request: Request) -> Lists | None:
+    """Shape of the lists that the triton backend will lay out, before it does."""
+    if request.resolved is None:
+        return None
+    tables, problem = request.resolved.tables, request.problem
+    B, heads, nQ = tables.kv_num_blocks.shape
+    if heads not in (1, problem.Hkv):
+        columns = 2 * configs.ceil_div(problem.Lkv, tables.BLOCK_SIZE[1])
+        return Lists(B, problem.Hkv, nQ, columns, tables.BLOCK_SIZE)
+    found = None
+    if tables.full_kv_indices is not None:
+        found = tables.kv_indices.shape[3] + tables.full_kv_indices.shape[3]
+    return Lists(B, heads, nQ, found, tables.BLOCK_SIZE)
 
 
 def length_bucket(keys: int) -> int:

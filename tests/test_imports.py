@@ -91,6 +91,7 @@ MAY_IMPORT = {
     "softmax": "",
     "tables": "block_states device_tables trace",
     "trace": "closures graph mods operations proxies",
+    "tuning": "api backends checks choices kernels.configs plan problem quantization",
     "undecided": "block_states graph intervals trace",
     "visualize": "api block_mask drawing explanation mods tables",
 }
