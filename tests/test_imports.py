@@ -80,7 +80,7 @@ MAY_IMPORT = {
     "operations": "graph proxies",
     "ops": "api appending assembly backends mask_arguments quantization tables trace",
     "packed": "block_mask kernels problem quantization tables",
-    "plan": "choices kernels.configs problem quantization",
+    "plan": "choices kernels.call kernels.configs problem quantization",
     "problem": "block_mask packed quantization trace",
     "proxies": "graph operations",
     "quantization": "",
