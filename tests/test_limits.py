@@ -180,7 +180,7 @@ def test_eight_threads_with_masks_of_their_own() -> None:
 
     def work(n: int) -> None:
         try:
-            start.wait()
+            start.wait(timeout=60)
             for step in range(12):
                 size = 5 + 3 * n + step
                 rules: list[Any] = [
