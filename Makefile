@@ -24,7 +24,7 @@ demo: $(STAMPS)/demo
 	$(BIN)/python examples/serving.py
 
 test: $(STAMPS)/dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 fuzz: $(STAMPS)/dev
 	$(BIN)/python -m tests.fuzz $(ARGS)

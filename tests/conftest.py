@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 
-# Small tensors: more threads than this cost more than they give. Read when torch is imported.
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+# Small tensors: more threads than this cost more than they give, and several workers have a
+# processor each. Read when torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
 # Threads that spin while they wait slow a busy machine down by much.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
