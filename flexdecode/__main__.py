@@ -1,4 +1,4 @@
-"""``python -m flexdecode``: report the environment; demonstrate, explain or time a call."""
+"""``python -m flexdecode``: report the environment; demonstrate, explain, time or tune a call."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,6 +91,8 @@ def main(arguments: list[str] | None = None) -> int:
         from flexdecode.bench import run as bench
 
         return bench(shape, mask, score, options.device)
+    if options.command == "tune":
+        return _tune(shape, mask, score, options)
     return _explain(shape, mask, score, options)
 
 
@@ -108,7 +111,12 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="time a call on this machine")
     bench.add_argument("--device", default=here)
     bench.set_defaults(default_dtype="bfloat16" if here == "cuda" else "float32")
-    for command in (explain, bench):
+    tune = commands.add_parser("tune", help="measure configurations of a call on this GPU")
+    tune.add_argument("--device", default=here)
+    tune.add_argument("--out", help="add what wins to this file; flexdecode.tuning.load reads it")
+    tune.add_argument("--seconds", type=float, help="begin no further candidate after that time")
+    tune.set_defaults(default_dtype="bfloat16")
+    for command in (explain, bench, tune):
         command.add_argument(
             "--mask", help="a rule of flexdecode.masks: 'causal & sliding_window(1024)'"
         )
@@ -171,6 +179,39 @@ def _explain(shape: Shape, mask: Any, score: Any, options: argparse.Namespace) -
 
         plot_plan(report).figure.savefig(options.picture, dpi=150)
         print(f"Picture of who reads what: {options.picture}")
+    return 0
+
+
+def _tune(shape: Shape, mask: Any, score: Any, options: argparse.Namespace) -> int:
+    from flexdecode import create_block_mask, tuning
+
+    if torch.device(options.device).type != "cuda":
+        print(f"tune measures on a GPU, and {options.device} is none", file=sys.stderr)
+        return 1
+    if options.out and Path(options.out).exists():
+        tuning.load(options.out)
+    torch.manual_seed(0)
+    report = tuning.tune(
+        *shape.tensors(options.device),
+        kv_len=shape.kv_len(options.device),
+        score_mod=score,
+        block_mask=None if mask is None else create_block_mask(mask),
+        seconds=options.seconds,
+        progress=lambda trial: print(trial, file=sys.stderr) if sys.stderr.isatty() else None,
+    )
+    rows = []
+    for trial in report.trials:
+        us = "-" if trial.us is None else f"{trial.us:,.1f} us"
+        note = "the rules' choice" if trial is report.trials[0] else trial.note
+        if trial.options == report.best:
+            note = f"best, {report.best_us:,.1f} us against {report.rule_us:,.1f} us"
+        values = (str(trial.options.get(name, "")) for name in tuning.TUNABLE)
+        rows.append((us, *values, note))
+    print_table(rows, ("one call", *tuning.TUNABLE, ""), title=f"{shape} on {options.device}")
+    if report.best is None:
+        print("No candidate beats the rules by more than 2 %.")
+    if options.out:
+        print(f"{tuning.save(options.out)} choices in {options.out}")
     return 0
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from flexdecode.problem import Request, Result
     from flexdecode.quantization import QuantizedTensor
 
-__all__ = ["Trial", "TuningReport", "clear", "load", "neighbours", "save", "tune"]
+__all__ = ["TUNABLE", "Trial", "TuningReport", "clear", "load", "neighbours", "save", "tune"]
 
 MIN_GAIN = 0.02  # of the time; less may be noise
 _ROUNDS = 3  # in which the best candidate and the rules' choice are measured again in turn

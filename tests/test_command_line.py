@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from flexdecode import console, masks
+from flexdecode import choices, console, masks, tuning
 from flexdecode.__main__ import environment, main
+from flexdecode.bench import Shape
 from flexdecode.rule_text import parse_rule
 
 IDS = torch.tensor([0, 0, 1, 1, 1, 0, 0, 0])
@@ -88,6 +89,44 @@ def test_bench_a_shape_and_a_mask(capsys: Any, monkeypatch: pytest.MonkeyPatch) 
     assert main(["bench", *"--kv-len 50,9 --heads 2/2 --dim 16 --device cpu".split()]) == 0
     printed = capsys.readouterr().out
     assert "unequally many keys" in printed and "these rules" not in printed
+
+
+@WITH_AND_WITHOUT_RICH
+def test_tune_a_shape_and_a_mask(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, rich: bool
+) -> None:
+    choose(monkeypatch, rich)
+    rule, best = {"BLOCK_N": 64, "num_warps": 4}, {"BLOCK_N": 128, "num_warps": 8}
+    key = choices.Key("cuda:90", *(64, 64, 4), *["float16"] * 3, 1, "uniform", 512, 8, 0, 0, False)
+    asked: dict[str, Any] = {}
+
+    def tune(*tensors: Any, **arguments: Any) -> Any:
+        asked.update(arguments)
+        trials = (
+            tuning.Trial(rule, 10.0),
+            tuning.Trial({"num_warps": 1}, note="fails, Error"),
+            tuning.Trial(best, 7.9),
+        )
+        choices._own[key] = choices.Choice(best, 8, 132, 8.0, 10.1)
+        return tuning.TuningReport(key, trials, best, 10.1, 8.0)
+
+    monkeypatch.setattr(choices, "_own", {})
+    monkeypatch.setattr(tuning, "tune", tune)
+    tensors = Shape.tensors
+    monkeypatch.setattr(Shape, "tensors", lambda shape, device: tensors(shape, "cpu", empty=True))
+    out = tmp_path / "tuned.json"
+    shape = "--batch 2 --kv-len 500 --heads 4/2 --dim 16 --seconds 3".split()
+    tuned = ["tune", "--mask", "causal", *shape, "--device", "cuda", "--out", str(out)]
+    assert main(tuned) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"10\.0 us .*64 .* 4 .* the rules' choice", printed)
+    assert re.search(r"7\.9 us .*128 .* 8 .* best, 8\.0 us against 10\.1 us", printed)
+    assert re.search(r"- .* 1 .* fails, Error", printed)
+    assert f"1 choices in {out}" in printed
+    assert asked["kv_len"] == 500 and asked["seconds"] == 3.0 and asked["score_mod"] is None
+    assert list(choices.parse(out.read_bytes(), "test")) == [key]
+    assert main(["tune", *shape, "--device", "cpu"]) == 1
+    assert "tune measures on a GPU, and cpu is none" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

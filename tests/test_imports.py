@@ -20,7 +20,7 @@ FOLDERS = {"flexdecode": "flexdecode", "kernels": "flexdecode.kernels", "masks":
 MAY_IMPORT = {
     "flexdecode": "api appending block_mask cascade codegen compilation explanation merging mods "
     "quantization",
-    "__main__": "flexdecode backends bench console demo rule_text visualize",
+    "__main__": "flexdecode backends bench console demo rule_text tuning visualize",
     "api": "backends block_mask capture_checks checks compiled mask_arguments mods ops packed plan "
     "problem quantization repeats trace",
     "assembly": "block_mask bound_mask graph_text kernels.tables packed quantization tables trace",

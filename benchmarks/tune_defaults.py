@@ -1,0 +1,126 @@
+"""Measure the configurations that the package ships: ``python -m benchmarks.tune_defaults --help``.
+
+Each case is tuned on random tensors of its size, with its mask bound; what beats the rules by more
+than 2 %, twice, goes into ``flexdecode/data/defaults.json``. What was in the file for a measured
+case and does not win any more is dropped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks.cases import CASES, Case
+from benchmarks.inputs import Pool
+from benchmarks.providers import FlexDecode, Setup
+from benchmarks.rules import make_rules
+from flexdecode import choices, tuning
+
+__all__ = ["main"]
+
+SHIPPED = Path(choices.__file__).with_name("data") / "defaults.json"
+NAMES = (
+    *("B1 8k", "B1 32k", "B1 128k", "B16 8k", "MQA 16/1 B8 32k", "D64 B16 8k", "D256 16/8 B8 8k"),
+    *("q_len 4 B16 8k", "softcap B16 8k", "window 1k of 128k B1", "window 1k of 32k B16"),
+    *("5% of blocks 128k B1", "5% of blocks 32k B8", "ragged 31x2k + 1x128k"),
+)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", default=NAMES, help="cases of benchmarks/cases.py")
+    parser.add_argument("--out", type=Path, default=SHIPPED)
+    parser.add_argument("--repeats", type=int, default=15, help="timed replays of a candidate")
+    parser.add_argument("--seconds", type=float, help="for a case: begin no candidate after it")
+    parser.add_argument("--budget", type=float, help="seconds: begin no case after it")
+    parser.add_argument("--jobs", type=int, default=0, help="processes that compile beforehand")
+    parser.add_argument("--compile", action="store_true", help="write nothing")
+    chosen = parser.parse_args(arguments)
+    known = {case.name: case for case in CASES}
+    unknown = [name for name in chosen.names if name not in known]
+    if unknown:
+        parser.error(f"expected names of cases, got {', '.join(unknown)}")
+    chosen.cases = [known[name] for name in dict.fromkeys(chosen.names)]
+    return chosen
+
+
+def tune(
+    case: Case, device: torch.device, repeats: int, seconds: float | None
+) -> tuning.TuningReport:
+    """Tune one case on tensors of its own."""
+    pool = Pool(case.stored_elements() + (1 << 20), torch.bfloat16, device)
+    inputs = pool.sets(case, 1)[0]
+    rules = make_rules(case, device)
+    provider = FlexDecode(Setup(device))
+    lengths = provider.lengths(case)
+    return tuning.tune(
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        block_mask=None if rules.mask is None else provider.block_mask(case, rules, lengths),
+        score_mod=rules.score,
+        kv_len=lengths,
+        page_table=inputs.page_table,
+        repeats=repeats,
+        seconds=seconds,
+    )
+
+
+def compile_first(cases: list[Case], jobs: int) -> None:
+    """Fill Triton's disk cache by several processes, each with some of the cases."""
+    started = []
+    for n in range(min(jobs, len(cases))):
+        names = [case.name for case in cases[n::jobs]]
+        command = [sys.executable, "-m", "benchmarks.tune_defaults", *names]
+        started.append(
+            subprocess.Popen(
+                [*command, "--compile", "--repeats", "1"],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        )
+    for process in started:
+        process.wait()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Tune what the command line asks for."""
+    options = parse(arguments)
+    if not torch.cuda.is_available():
+        raise SystemExit("tuning needs a GPU")
+    start = time.perf_counter()
+    device = torch.device("cuda", torch.cuda.current_device())
+    if options.jobs:
+        compile_first(options.cases, options.jobs)
+        print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
+    entries = choices.parse(SHIPPED.read_bytes(), choices.SHIPPED)
+    for number, case in enumerate(options.cases, 1):
+        if options.budget is not None and time.perf_counter() - start > options.budget:
+            print(f"no time left for {case.name} and what follows")
+            break
+        report = tune(case, device, options.repeats, options.seconds)
+        title = f"[{number}/{len(options.cases)}] {case.name}"
+        print(f"{title}: {report.rule_us:.1f} -> {report.best_us:.1f} us", flush=True)
+        print("\n".join(f"    {line}" for line in str(report).splitlines()), flush=True)
+        choice = choices.find(report.key)
+        if report.best is not None and choice is not None:
+            entries[report.key] = choice
+        else:
+            entries.pop(report.key, None)
+        if not options.compile:
+            choices.dump(options.out, entries)
+        gc.collect()
+        torch.cuda.empty_cache()
+    if not options.compile:
+        print(f"{len(entries)} choices in {options.out}, {time.perf_counter() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
