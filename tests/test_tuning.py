@@ -535,3 +535,70 @@ def test_arguments_are_checked() -> None:
     for wrong in ({}, {"tf32": True}, {"BLOCK_X": 3}, {"num_splits": 0}):
         with pytest.raises(ValueError, match=r"candidates|kernel_options"):
             tuning._tune(request, [wrong], clock({}))
+
+
+# -- the script that measures the shipped defaults -------------------------------------------------
+
+
+def test_guards_look_up_the_choice_of_their_case() -> None:
+    from benchmarks import tune_defaults
+    from benchmarks.inputs import Pool
+    from benchmarks.providers import FlexDecode, Setup
+    from benchmarks.rules import make_rules
+
+    def key(case: Any) -> Key:
+        case = case.tiny()
+        inputs = Pool(case.stored_elements() + 1024, torch.float32, CPU).sets(case, 1)[0]
+        rules, provider = make_rules(case, CPU), FlexDecode(Setup(CPU))
+        lengths = provider.lengths(case)
+        mask = None if rules.mask is None else provider.block_mask(case, rules, lengths)
+        qkv = inputs.q, inputs.k, inputs.v
+        return key_of(qkv, block_mask=mask, kv_len=lengths, score_mod=rules.score)[0]
+
+    found = 0
+    for case in tune_defaults.parse([]).cases:
+        for guard in tune_defaults.guards(case):
+            assert key(guard) == key(case), guard.name
+            found += 1
+        assert tune_defaults.guards(case) or (case.mask is None and case.lengths is None)
+    assert found >= 8
+
+
+def test_defaults_that_win_and_hold_on_guards_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    from benchmarks import tune_defaults
+
+    base = ENTRY._replace(arch="cuda:90")
+    names = ["B1 8k", "B16 8k", "window 1k of 128k B1", "window 1k of 32k B16", "B1 32k"]
+    keys = {name: base._replace(G=n + 1) for n, name in enumerate(names)}
+    best = {"BLOCK_N": 64}
+    wins, loses_on_guard = {"B1 8k", *names[2:4]}, names[3]
+
+    def tune(case: Any, *arguments: Any, **words: Any) -> Any:
+        name, guard = case.name.partition(", guard")[:2]
+        if guard:
+            us = 11.0 if name == loses_on_guard else 10.05
+            trials = (tuning.Trial({"BLOCK_N": 32}, 10.0), tuning.Trial(best, us))
+            return tuning.TuningReport(keys[name], trials, None, 10.0, 10.0)
+        won = name in wins
+        if won:
+            choices.record(keys[name], Choice(best, 8, 132, 8.0, 10.0))
+        trials = (tuning.Trial({"BLOCK_N": 32}, 10.0),)
+        return tuning.TuningReport(keys[name], trials, best if won else None, 10.0, 8.0)
+
+    shipped, out = tmp_path / "shipped.json", tmp_path / "out.json"
+    choices.dump(shipped, dict.fromkeys((keys["B16 8k"], base._replace(G=99)), CHOICE))
+    monkeypatch.setattr(tune_defaults, "SHIPPED", shipped)
+    monkeypatch.setattr(tune_defaults, "tune", tune)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    tune_defaults.main([*names, "--out", str(out)])
+    found = choices.parse(out.read_bytes(), choices.MEASURED)
+    # What is not measured stays; what does not win any more goes.
+    assert set(found) == {keys["B1 8k"], keys["window 1k of 128k B1"], base._replace(G=99)}
+    assert "3 choices in" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        tune_defaults.parse(["no such case"])
