@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 
 __all__ = ["check_ranks", "exchange", "rank_of"]
 
+# The name until torch 2.12.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(
+    dist, "all_gather_into_tensor", None
+)
 _ALIGNMENT = 16  # bytes: what a thread of the merge reads at once
 
 
@@ -63,7 +67,7 @@ def exchange(parts: Sequence[Tensor], ranks: int, group: dist.ProcessGroup | Non
     if len(send) == ranks:
         dist.all_to_all_single(received, send, group=group)
     else:
-        dist.all_gather_into_tensor(received.view(-1), send.view(-1), group=group)
+        _all_gather(received.view(-1), send.view(-1), group=group)
     return list(_views(received, parts))
 
 

@@ -1,12 +1,13 @@
 """Calls of `flexdecode.distributed` that each of several processes makes, and one for each rank.
 
-``python -m tests.ranks RANK RANKS FOLDER [DEVICE]`` runs every case on one rank and saves what it
-got; `whole` gives the same call over whole sequences.
+`run_ranks` starts ``python -m tests.ranks RANK RANKS FOLDER DEVICE BACKEND`` for each rank, which
+runs every case and saves what it got; `whole` gives the same call over whole sequences.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from torch import Tensor
 from flexdecode import AuxRequest, create_block_mask
 from flexdecode.distributed import Interleaved, attention, bind, locate
 from flexdecode.masks import alibi, causal, documents, sliding_window
-from tests.helpers import Dense, dense_attention, random_inputs
+from tests.helpers import Dense, assert_within, budget, dense_attention, random_inputs
 
 D, DV = 16, 24
 BOTH = AuxRequest(lse=True, max_scores=True)
@@ -144,6 +145,21 @@ def whole(case: Case, *, rounded: bool = False) -> Dense:
     pieces = x.q.split(list(case.packed), 2)
     found = [dense(q, slice(b, b + 1), b) for b, q in enumerate(pieces)]
     return Dense(*(torch.cat([getattr(f, n) for f in found], 2) for n in Dense.__annotations__))
+
+
+def assert_matches_whole(name: str, found: list[tuple[Tensor, ...]]) -> None:
+    """Compare what ranks got with the formula, and with one another bit for bit."""
+    case = CASES[name]
+    if "scatter_heads" in case.options:
+        found = [tuple(torch.cat(each, 1) for each in zip(*found, strict=True))]
+    for other in found[1:]:
+        for mine, theirs in zip(found[0], other, strict=True):
+            assert torch.equal(mine, theirs)
+    exact, rounded = whole(case), whole(case, rounded=True)
+    for got, at in zip(found[0], ("out", "lse", "max_scores"), strict=True):
+        right, low = getattr(exact, at), getattr(rounded, at)
+        # Parts are rounded to the dtype of q before they are merged, and once more after it.
+        assert_within(got, right, 2 * budget(right, low), at)
 
 
 def positions(case: Case, rank: int, ranks: int) -> list[Tensor]:
@@ -283,11 +299,58 @@ def errors(device: torch.device, pair: Any) -> dict[str, str]:
     return found
 
 
-def main(rank: int, ranks: int, folder: Path, device: torch.device) -> None:
+STEPS = ((100, 33), (237, 34), (400, 310))  # lengths of whole sequences, one step after another
+
+
+def draw_steps(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    return random_inputs(2, 8, 2, 1, 400, 64, dtype=torch.bfloat16, device=device, seed=5)
+
+
+def replays(device: torch.device, *, bound: bool) -> list[Tensor]:
+    """Capture a step in a CUDA graph and replay it with other lengths."""
+    q, k, v = draw_steps(device)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    dealt = Interleaved(16)
+    own = (torch.arange(400, device=device) // 16 % ranks == rank).nonzero().flatten()
+    k, v = k[:, :, own].contiguous(), v[:, :, own].contiguous()
+    total = torch.tensor(STEPS[-1], device=device)
+    kv_len, q_offset = dealt.local_len(total), total - 1
+    mask = create_block_mask(sliding_window(150))
+    sizes: dict[str, Any] = {"batch": 2, "heads": 8, "q_len": 1, "kv_capacity": k.shape[2]}
+    step = bind(mask, dealt, kv_len=kv_len, q_offset=q_offset, **sizes)
+
+    def decode() -> Tensor:
+        if bound:
+            step.update()
+            return attention(q, k, v, block_mask=step)
+        return attention(q, k, v, block_mask=mask, kv_position=dealt, kv_len=kv_len)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            decode()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = decode()
+    found = []
+    for lengths in STEPS:
+        total.copy_(torch.tensor(lengths))
+        kv_len.copy_(dealt.local_len(total))
+        q_offset.copy_(total - 1)
+        out.fill_(torch.nan)
+        graph.replay()
+        found.append(out.clone())
+    return found
+
+
+def main(rank: int, ranks: int, folder: Path, device: torch.device, backend: str) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        backend,
         init_method=f"file://{folder / 'rendezvous'}",
         rank=rank,
         world_size=ranks,
@@ -300,11 +363,48 @@ def main(rank: int, ranks: int, folder: Path, device: torch.device) -> None:
             results["pair"][name] = run_case(case, device, pair)
     if ranks > 2:
         results["errors"] = errors(device, pair)
+    if backend == "nccl":
+        results["replays"] = {bound: replays(device, bound=bound) for bound in (False, True)}
     torch.save(results, folder / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
 
+def run_ranks(folder: Path, devices: list[str], backend: str) -> list[dict[str, Any]]:
+    """Run every case in one process for each device; give what each of them got."""
+    root = Path(__file__).parents[1]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    environment.pop("FLEXDECODE_CHECK", None)
+    processes = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-W",
+                "error::FutureWarning",
+                "-m",
+                "tests.ranks",
+                str(rank),
+                str(len(devices)),
+                str(folder),
+                device,
+                backend,
+            ],
+            cwd=root,
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, device in enumerate(devices)
+    ]
+    try:
+        said = [process.communicate(timeout=180)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert not any(process.returncode for process in processes), "\n".join(said)
+    return [torch.load(folder / f"{rank}.pt", map_location="cpu") for rank in range(len(devices))]
+
+
 if __name__ == "__main__":
-    number, count, where, kind = (*sys.argv[1:], "cpu")[:4]
-    main(int(number), int(count), Path(where), torch.device(kind))
+    number, count, where, kind, protocol = sys.argv[1:]
+    main(int(number), int(count), Path(where), torch.device(kind), protocol)

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import flexdecode
 from flexdecode import create_block_mask
 from flexdecode.distributed import Interleaved, attention, bind, locate
 from flexdecode.masks import causal, sliding_window
-from tests.helpers import assert_within, budget, random_inputs
-from tests.ranks import BOTH, CASES, whole
-
-ROOT = Path(__file__).parents[1]
+from tests.helpers import random_inputs
+from tests.ranks import BOTH, CASES, assert_matches_whole, run_ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
 
@@ -29,32 +22,7 @@ pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.dis
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of three processes got."""
-    folder = tmp_path_factory.mktemp("ranks")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    environment.pop("FLEXDECODE_CHECK", None)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.ranks", str(rank), "3", str(folder)],
-            cwd=ROOT,
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(3)
-    ]
-    try:
-        said = [process.communicate(timeout=120)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert not any(process.returncode for process in processes), "\n".join(said)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(3)]
-
-
-def assert_equal(found: list[tuple[Tensor, ...]]) -> None:
-    for other in found[1:]:
-        for mine, theirs in zip(found[0], other, strict=True):
-            assert torch.equal(mine, theirs)
+    return run_ranks(tmp_path_factory.mktemp("ranks"), ["cpu"] * 3, "gloo")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -62,21 +30,12 @@ def assert_equal(found: list[tuple[Tensor, ...]]) -> None:
 def test_ranks_agree_with_the_formula_over_whole_sequences(
     ranks: list[dict[str, Any]], group: str, name: str
 ) -> None:
-    case = CASES[name]
     found = [rank[group][name] for rank in ranks if name in rank[group]]
-    if "own heads" in name:
-        if group == "pair":
-            assert not found
-            return
-        found = [tuple(torch.cat(each, 1) for each in zip(*found, strict=True))]
-    else:
-        assert len(found) == (3 if group == "all" else 2)
-        assert_equal(found)
-    exact, rounded = whole(case), whole(case, rounded=True)
-    for got, at in zip(found[0], ("out", "lse", "max_scores"), strict=True):
-        right, low = getattr(exact, at), getattr(rounded, at)
-        # Parts are rounded to the dtype of q before they are merged, and once more after it.
-        assert_within(got, right, 2 * budget(right, low), at)
+    if "own heads" in name and group == "pair":
+        assert not found
+        return
+    assert len(found) == (3 if group == "all" else 2)
+    assert_matches_whole(name, found)
 
 
 @pytest.mark.parametrize(
