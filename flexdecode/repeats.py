@@ -108,9 +108,7 @@ def sign(
     device = tensors["q"].get_device()
     if checks.is_checking() or (device >= 0 and device != torch.cuda.current_device()):
         return None
-    latent = tensors["k"].data_ptr() == tensors["v"].data_ptr()  # may be read once
-    rest = (latent, id(score_mod), scale, wanted, backend, options, choices.generation)
-    return signature + rest
+    return (*signature, id(score_mod), scale, wanted, backend, options, choices.generation)
 
 
 def run_again(

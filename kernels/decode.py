@@ -133,7 +133,6 @@ def attend(
     PAGE_SIZE: tl.constexpr,
     WHOLE_PAGES: tl.constexpr,  # no unit crosses into another page
     LIKE_K: tl.constexpr,  # pages of v have the strides of those of k
-    V_IN_K: tl.constexpr,  # v is the first columns of k, a latent cache: no need to load it
 ):
     """Attend to the units [first, last) of one list: partial blocks ask the mask, full ones don't.
 
@@ -280,10 +279,7 @@ def attend(
         if ASK_FULL or (PARTIAL and (MASK_MOD is not None or state_rows is not None)):
             seen = seen_by_a_row(keep, real, BLOCK_N)
         if V_FORMAT == "":
-            if V_IN_K:
-                v = k if DV_1 == D_1 else (k[0],)
-            else:
-                v = load_pieces(v_ptr + v_start, v_rows, stride_vd, present, DV, DV_0, DV_1)
+            v = load_pieces(v_ptr + v_start, v_rows, stride_vd, present, DV, DV_0, DV_1)
             if seen is not None:
                 v = drop_rows(v, seen)
             acc = accumulate_pieces(acc, alpha, p, v, INPUT_PRECISION)
@@ -456,7 +452,6 @@ def _decode_kernel(
     LANES: tl.constexpr,  # columns whose sums stay apart in the loop
     PAGE_SIZE: tl.constexpr,  # or 0
     LIKE_K: tl.constexpr,  # pages of v have the strides of those of k
-    V_IN_K: tl.constexpr,  # v is the first columns of k, a latent cache: no need to load it
     PDL: tl.constexpr,  # there is a reduction, which may be launched early
     EARLY: tl.constexpr,  # so was this kernel
 ):
@@ -705,7 +700,6 @@ def _decode_kernel(
             PAGE_SIZE=PAGE_SIZE,
             WHOLE_PAGES=WHOLE_PAGES,
             LIKE_K=LIKE_K,
-            V_IN_K=V_IN_K,
         )
     carry = attend(
         carry,
@@ -762,7 +756,6 @@ def _decode_kernel(
         PAGE_SIZE=PAGE_SIZE,
         WHOLE_PAGES=WHOLE_PAGES,
         LIKE_K=LIKE_K,
-        V_IN_K=V_IN_K,
     )
     m_i, l_i, acc = carry
     l_i = tl.sum(l_i, 1)  # [BLOCK_M]
