@@ -449,7 +449,6 @@ def _decode_kernel(
     KV_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    LANES: tl.constexpr,  # columns whose sums stay apart in the loop
     PAGE_SIZE: tl.constexpr,  # or 0
     LIKE_K: tl.constexpr,  # pages of v have the strides of those of k
     PDL: tl.constexpr,  # there is a reduction, which may be launched early
@@ -638,11 +637,11 @@ def _decode_kernel(
     m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     # Warps share the rows of a small tile: its sums stay apart for each lane until the end, which
     # saves an exchange between warps in every step. A large tile has no registers for that.
-    l_i = tl.zeros((BLOCK_M, LANES), tl.float32)
+    l_i = tl.zeros((BLOCK_M, BLOCK_N if BLOCK_M <= 32 else 1), tl.float32)
     if V_FORMAT == "":
         carry = (m_i, l_i, zero_pieces(BLOCK_M, DV_0, DV_1))
     else:
-        acc = zero_output(BLOCK_M, LANES, V_FORMAT, V_COEFFICIENTS, V_GROUPS, DV)
+        acc = zero_output(BLOCK_M, BLOCK_N, V_FORMAT, V_COEFFICIENTS, V_GROUPS, DV)
         carry = (m_i, l_i, acc)
     if SPAN == 0 and (kv_num_blocks_ptr is None or full_kv_num_blocks_ptr is not None):
         carry = attend(

@@ -179,7 +179,6 @@ def make_plan(call: DecodeCall, config: DecodeConfig) -> Plan:
             "KV_BLOCK": KV_BLOCK,
             "BLOCK_M": config.BLOCK_M,
             "BLOCK_N": config.BLOCK_N,
-            "LANES": lanes(config, call),
             "PAGE_SIZE": call.page_size,
             "LIKE_K": call.page_size > 0 and (outer_k[0], outer_k[2]) == (outer_v[0], outer_v[2]),
             "PDL": config.pdl and several,
@@ -286,15 +285,6 @@ def decode(call: DecodeCall, config: DecodeConfig) -> tuple[Plan, Arguments | No
 def outer_strides(x: Tensor) -> tuple[int, ...]:
     """Return (sequence, head, token) strides in elements, 0 along an axis that has one entry."""
     return tuple(x.stride(axis) if x.shape[axis] > 1 else 0 for axis in range(3))
-
-
-def lanes(config: DecodeConfig, call: DecodeCall) -> int:
-    """Return how many columns of weights are summed apart until the end of a split."""
-    if config.BLOCK_M > 32:
-        return 1
-    if (call.k_codes is None and call.v_codes is None) or config.BLOCK_M > 16:
-        return config.BLOCK_N
-    return min(8 * config.num_warps, config.BLOCK_N)
 
 
 def coefficient_strides(codes: Codes) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from flexdecode.kernels.pages import page_rows
-from flexdecode.kernels.tiles import dot, fold, load_piece
+from flexdecode.kernels.tiles import dot, load_piece
 
 # -- decoding ----
 
@@ -648,13 +648,13 @@ def load_units(
 @triton.jit
 def zero_output(
     ROWS: tl.constexpr,
-    LANES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     FORMAT: tl.constexpr,
     COEFFICIENTS: tl.constexpr,
     GROUPS: tl.constexpr,
     DV: tl.constexpr,
 ):
-    """Return the output of no keys; sums stay apart for each of LANES columns."""
+    """Return the output of no keys; sums stay apart for each lane where rows are few."""
     acc = ()
     for piece in tl.static_range(count_pieces(FORMAT, GROUPS, DV)):
         acc += (
@@ -662,7 +662,7 @@ def zero_output(
         )
     if COEFFICIENTS == "words":
         for _ in tl.static_range(GROUPS):
-            acc += (tl.zeros((ROWS, LANES), tl.float32),)
+            acc += (tl.zeros((ROWS, BLOCK_N if ROWS <= 32 else 1), tl.float32),)
     return acc
 
 
@@ -696,7 +696,9 @@ def accumulate_quantized(
                 scale = tl.where(seen, scale, 0.0)
                 shift = tl.where(seen, shift, 0.0)
             weight = p * scale[None, :]
-            shifted = fold(p * shift[None, :], acc[PIECES].shape[1])
+            shifted = p * shift[None, :]
+            if acc[PIECES].shape[1] == 1:
+                shifted = tl.sum(shifted, 1, keep_dims=True)
             sums += (acc[PIECES + group] * alpha[:, None] + shifted,)
         elif COEFFICIENTS == "scales":
             scale = load_scales(coefficients, lane, FORMAT, DTYPE)

@@ -254,22 +254,11 @@ def online_softmax_update(qk_log2, m_i, l_i):
     m_safe = finite_or_zero(m_new)
     alpha = tl.math.exp2(m_i - m_safe)
     p = tl.math.exp2(qk_log2 - m_safe[:, None])  # [BLOCK_M, BLOCK_N]
-    return p, m_new, l_i * alpha[:, None] + fold(p, l_i.shape[1]), alpha
-
-
-@triton.jit
-def fold(x, LANES: tl.constexpr):
-    """Sum a tile over columns that are LANES apart: [R, LANES].
-
-    Warps that stand side by side share LANES columns, 8 to a warp, in the tiles of their matrix
-    instructions: these sums are then within a thread.
-    """
-    if LANES == 1:
-        return tl.sum(x, 1, keep_dims=True)
-    elif LANES == x.shape[1]:
-        return x
+    if l_i.shape[1] == 1:
+        l_new = l_i * alpha[:, None] + tl.sum(p, 1, keep_dims=True)
     else:
-        return tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // LANES, LANES)), 1)
+        l_new = l_i * alpha[:, None] + p
+    return p, m_new, l_new, alpha
 
 
 @triton.jit
