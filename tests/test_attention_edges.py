@@ -431,3 +431,21 @@ def test_a_given_full_block_that_crosses_the_length_asks_the_rule(backend: Backe
             q.cpu(), k.cpu(), v.cpu(), mask=lambda b, h, i, j: (i >= j) & ((j < 16) | (j >= 32))
         )
         torch.testing.assert_close(expected.cpu().double(), shown.out, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("D", "Dv"), [(36, 32), (80, 64), (80, 72), (32, 32), (24, 9), (80, 16)])
+def test_values_within_the_keys(D: int, Dv: int) -> None:
+    """A latent cache: values are the first columns of the keys, however they are read."""
+    backend = BACKENDS[-1]
+    at = torch.Generator().manual_seed(D + Dv)
+    q = torch.randn(2, 4, 2, D, generator=at).to(backend.device)
+    k = torch.randn(2, 1, 150, D, generator=at).to(backend.device)
+    kv_len = torch.tensor([150, 61], device=backend.device)
+    mask = create_block_mask(lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (kv_idx % 7 != h))
+    for block_mask in (None, mask):
+        for _ in range(2):
+            arguments: dict[str, Any] = {"kv_len": kv_len, "block_mask": block_mask}
+            wanted = attention(q, k, k[..., :Dv], **arguments, backend="reference")
+            for v in (k[..., :Dv], k[..., :Dv].contiguous()):
+                out = attention(q, k, v, **arguments, backend=backend.name)
+                torch.testing.assert_close(out, wanted, atol=2e-5, rtol=2e-5)
