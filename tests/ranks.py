@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flexdecode import AuxRequest, create_block_mask
+from flexdecode import AuxRequest, append_kv, create_block_mask
 from flexdecode.distributed import Interleaved, attention, bind, locate
 from flexdecode.masks import alibi, causal, documents, sliding_window
 from tests.helpers import Dense, assert_within, budget, dense_attention, random_inputs
@@ -299,6 +299,28 @@ def errors(device: torch.device, pair: Any) -> dict[str, str]:
     return found
 
 
+def append(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Append 20 tokens to sequences of 0 and 5 that are dealt out; give the cache and its tokens.
+
+    As docs/serving.md does: ranks that do not hold a token write it past the end.
+    """
+    dealt, capacity = Interleaved(2), 16
+    cache = torch.full((2, 1, capacity, 1), -1.0, device=device)
+    seen = torch.tensor([0, 5], dtype=torch.int32, device=device)
+    for _ in range(20):
+        old = dealt.local_len(seen)
+        slot = torch.where(dealt.local_len(seen + 1) > old, old, capacity)
+        new = seen.float().view(2, 1, 1, 1)
+        append_kv(cache, cache.clone(), new, new, kv_len=slot)
+        seen += 1
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    right = torch.full((2, capacity), -1.0)
+    for b, (first, end) in enumerate(((0, 20), (5, 25))):
+        own = (torch.arange(end) // 2 % ranks == rank).nonzero().flatten()
+        right[b, : len(own)] = torch.where(own >= first, own, -1)
+    return cache[:, 0, :, 0], right
+
+
 STEPS = ((100, 33), (237, 34), (400, 310))  # lengths of whole sequences, one step after another
 
 
@@ -361,6 +383,7 @@ def main(rank: int, ranks: int, folder: Path, device: torch.device, backend: str
         results["all"][name] = run_case(case, device, None)
         if rank < 2 and ranks > 2 and "own heads" not in name:
             results["pair"][name] = run_case(case, device, pair)
+    results["appended"] = append(device)
     if ranks > 2:
         results["errors"] = errors(device, pair)
     if backend == "nccl":
@@ -375,20 +398,10 @@ def run_ranks(folder: Path, devices: list[str], backend: str) -> list[dict[str, 
     root = Path(__file__).parents[1]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
     environment.pop("FLEXDECODE_CHECK", None)
+    program = [sys.executable, "-W", "error::FutureWarning", "-m", "tests.ranks"]
     processes = [
         subprocess.Popen(
-            [
-                sys.executable,
-                "-W",
-                "error::FutureWarning",
-                "-m",
-                "tests.ranks",
-                str(rank),
-                str(len(devices)),
-                str(folder),
-                device,
-                backend,
-            ],
+            [*program, str(rank), str(len(devices)), str(folder), device, backend],
             cwd=root,
             env=environment,
             stderr=subprocess.PIPE,

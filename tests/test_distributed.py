@@ -57,6 +57,11 @@ def test_wrong_calls_say_what_is_wrong_on_every_rank(
         assert words in rank["errors"][name]
 
 
+def test_tokens_are_appended_where_they_belong(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert torch.equal(*rank["appended"])
+
+
 def test_a_right_call_passes_the_checks_of_values(ranks: list[dict[str, Any]]) -> None:
     assert [rank["errors"]["none"] for rank in ranks] == ["", "", ""]
 

@@ -94,6 +94,7 @@ def test_first_block_of_the_readme_has_three_lines_after_the_imports() -> None:
     [
         ("api.md", "flexdecode"),
         ("api.md", "flexdecode.compat"),
+        ("api.md", "flexdecode.distributed"),
         ("api.md", "flexdecode.integrations.transformers"),
         ("api.md", "flexdecode.tuning"),
         ("api.md", "flexdecode.visualize"),
