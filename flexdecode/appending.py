@@ -106,6 +106,9 @@ def append_kv(
         )
         return
     _check_tensors(k_cache, v_cache, k_new, v_new)
+    if not isinstance(rotary_interleaved, bool):
+        got = type(rotary_interleaved).__name__
+        raise TypeError(f"rotary_interleaved: expected a bool, got {got}")
     device = k_cache.device
     made, _, rows, D = k_new.shape
     if cu_seqlens is not None:

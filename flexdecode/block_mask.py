@@ -16,6 +16,7 @@ from flexdecode.mask_arguments import (
     block_size,
     cdiv,
     check_captures,
+    checked_device,
     checked_table,
     count,
     find_device,
@@ -154,6 +155,8 @@ class BlockMask:
         q_len, capacity = nQ * block[0], None
         columns = -1  # not known before a call
         if seq_lengths is not None:
+            if not isinstance(seq_lengths, (tuple, list)) or len(seq_lengths) != 2:
+                raise TypeError(f"seq_lengths: expected (Q_LEN, KV_LEN), got {seq_lengths!r}")
             q_len, capacity = (
                 count("seq_lengths[0]", seq_lengths[0]),
                 count("seq_lengths[1]", seq_lengths[1]),
@@ -202,6 +205,11 @@ class BlockMask:
         ValueError
             The mask was sliced in torch and lost its predicate.
         """
+        if not all(hasattr(block_mask, name) for name in ("mask_mod", "kv_indices", "BLOCK_SIZE")):
+            raise TypeError(
+                "block_mask: expected a BlockMask of torch.nn.attention.flex_attention, got "
+                f"{type(block_mask).__name__}"
+            )
         rule = block_mask.mask_mod
         name = getattr(rule, "__name__", "")
         if getattr(rule, "__module__", None) == "torch.nn.attention.flex_attention":
@@ -331,8 +339,19 @@ class BlockMask:
         -------
         str
         """
+        pair = (grid_size, grid_size) if isinstance(grid_size, int) else grid_size
+        if (
+            not isinstance(pair, (tuple, list))
+            or len(pair) != 2
+            or not all(isinstance(n, int) and (n > 0 or n == -1) for n in pair)
+        ):
+            raise ValueError(
+                f"grid_size: expected an int or two, above 0 or -1 for all, got {grid_size!r}"
+            )
+        if not isinstance(limit, int):
+            raise TypeError(f"limit: expected an int, got {type(limit).__name__}")
         dense = self.to_dense()
-        rows, columns = (grid_size, grid_size) if isinstance(grid_size, int) else grid_size
+        rows, columns = pair
         pictures = []
         heads = itertools.product(range(dense.shape[0]), range(dense.shape[1]))
         for number, (b, h) in enumerate(heads):
@@ -427,6 +446,7 @@ class BlockMask:
         -------
         BlockMask
         """
+        device = checked_device(device)
 
         def move(value: Any) -> Any:
             return value.to(device) if isinstance(value, Tensor) else value

@@ -121,6 +121,10 @@ def decide(
     if (prefixes is None) == (prefix_len is None):
         both = "neither" if prefixes is None else "both"
         raise ValueError(f"prefixes: expected either prefixes or prefix_len, got {both}")
+    if prefixes is not None and not isinstance(prefixes, (list, tuple)):
+        raise TypeError(f"prefixes: expected a list of SharedPrefix, got {type(prefixes).__name__}")
+    if cascade is not None and not isinstance(cascade, bool):
+        raise TypeError(f"cascade: expected a bool or None, got {type(cascade).__name__}")
     for name, x in (("q", a.q), ("k", a.k), ("v", a.v)):
         if not hasattr(x, "dim") or x.dim() != 4:
             got = list(x.shape) if hasattr(x, "dim") else type(x).__name__
@@ -128,6 +132,7 @@ def decide(
     for n, level in enumerate(prefixes or ()):
         if not isinstance(level, SharedPrefix):
             raise TypeError(f"prefixes[{n}]: expected a SharedPrefix, got {type(level).__name__}")
+        _check_level(n, level)
     rule = a.block_mask is None or (
         isinstance(a.block_mask, BlockMask)
         and a.block_mask.source == "rule"
@@ -174,6 +179,35 @@ def decide(
     return Decision(cascades, reason, saved, cost)
 
 
+def _check_level(n: int, level: SharedPrefix) -> None:
+    for name, x in (("k", level.k), ("v", level.v)):
+        if not hasattr(x, "dim") or x.dim() != 4:
+            got = list(x.shape) if hasattr(x, "shape") else type(x).__name__
+            raise ValueError(
+                f"prefixes[{n}].{name}: expected a tensor [nodes, heads, length, head dim], "
+                f"got {got}"
+            )
+    node, kv_len = level.node, level.kv_len
+    if isinstance(node, Tensor):
+        fits = node.dim() == 1 and node.dtype in (torch.int32, torch.int64)
+    else:
+        fits = node is None or (
+            isinstance(node, (list, tuple)) and all(type(each) is int for each in node)
+        )
+    if not fits:
+        got = type(node).__name__
+        raise TypeError(f"prefixes[{n}].node: expected integers, one for each sequence, got {got}")
+    if isinstance(kv_len, Tensor):
+        fits = kv_len.dtype in (torch.int32, torch.int64) and kv_len.dim() <= 1
+    else:
+        fits = kv_len is None or (type(kv_len) is int and 0 <= kv_len <= 1 << 30)
+    if not fits:
+        raise ValueError(
+            f"prefixes[{n}].kv_len: expected a length, or an integer tensor of one for each node, "
+            f"got {kv_len!r}"
+        )
+
+
 def _saved_by(level: SharedPrefix, B: int, rows: int) -> int:
     """Bytes that the sequences of a level's nodes need not read again; unknown lengths are full."""
     nodes = 1 if level.node is None else len(set(_nodes(level)))
@@ -197,7 +231,7 @@ def _nodes(level: SharedPrefix) -> tuple[int, ...]:
     if isinstance(node, Tensor):
         if node.device.type != "cpu":
             raise ValueError(
-                f"prefixes: expected node on the CPU, since it decides shapes, got {node.device}; "
+                f"prefixes.node: expected a CPU tensor (it decides shapes), got {node.device}; "
                 "keep node.tolist() for as long as the tree stays"
             )
         node = node.tolist()

@@ -249,7 +249,11 @@ def check_scale(scale: float | None, D: int) -> float:
     """The factor of the dot product, ``D ** -0.5`` by default."""
     if scale is None:
         return float(D**-0.5)
-    if isinstance(scale, bool) or isinstance(scale, Tensor) or not hasattr(scale, "__float__"):
+    if (
+        isinstance(scale, bool)
+        or isinstance(scale, Tensor)
+        or not hasattr(type(scale), "__float__")
+    ):
         raise TypeError(f"scale: expected a number, got {_kind(scale)}")
     scale = float(scale)
     if not math.isfinite(scale):
@@ -285,7 +289,7 @@ def check_rows(
         if value.device != device:
             raise ValueError(f"{name}: expected device {device} to match q, got {value.device}")
         return value if len(shape) == 1 and shape[0] == B else value.expand(B)
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    if isinstance(value, bool) or not hasattr(type(value), "__index__"):
         raise TypeError(f"{name}: expected an int or an integer tensor, got {_kind(value)}")
     number = int(value)
     if not lowest <= number <= highest:

@@ -28,6 +28,7 @@ __all__ = [
     "or_masks",
 ]
 
+_NAMES = {"q": "query", "k": "key", "v": "value"}  # as the caller knows them
 # torch's hints for its own kernels: they never change a result, and mean nothing here.
 _TORCH_HINTS = frozenset(
     "BACKEND BLOCKS_ARE_CONTIGUOUS FORCE_USE_FLEX_ATTENTION IS_DIVISIBLE OUTPUT_LOGSUMEXP "
@@ -134,6 +135,14 @@ def flex_attention(
     >>> flex_attention(q, k, v, block_mask=mask).shape
     torch.Size([1, 4, 256, 32])
     """
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: expected a Tensor, got {type(x).__name__}")
+    for name, flag in (("enable_gqa", enable_gqa), ("return_lse", return_lse)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name}: expected a bool, got {type(flag).__name__}")
+    if kernel_options is not None and not isinstance(kernel_options, dict):
+        raise TypeError(f"kernel_options: expected a dict, got {type(kernel_options).__name__}")
     if return_lse and return_aux is not None:
         raise ValueError("return_lse: expected not to be given together with return_aux")
     if not enable_gqa and query.dim() == key.dim() == 4 and query.shape[1] != key.shape[1]:
@@ -142,17 +151,23 @@ def flex_attention(
         )
     options = {n: x for n, x in (kernel_options or {}).items() if n not in _TORCH_HINTS}
     owns_offset = block_mask is not None and not _is_lazy(block_mask)
-    result = attention(
-        query,
-        key,
-        value,
-        score_mod=score_mod,
-        block_mask=block_mask,
-        scale=scale,
-        q_offset=None if owns_offset else 0,
-        return_aux=AuxRequest(lse=True) if return_lse else return_aux,
-        kernel_options=options,
-    )
+    try:
+        result = attention(
+            query,
+            key,
+            value,
+            score_mod=score_mod,
+            block_mask=block_mask,
+            scale=scale,
+            q_offset=None if owns_offset else 0,
+            return_aux=AuxRequest(lse=True) if return_lse else return_aux,
+            kernel_options=options,
+        )
+    except (TypeError, ValueError) as error:
+        name, colon, rest = str(error).partition(": ")
+        if not colon or name not in _NAMES:
+            raise
+        raise type(error)(f"{_NAMES[name]}: {rest}") from None
     if return_lse:
         out, aux = result
         return out, aux.lse

@@ -288,8 +288,11 @@ def explain(
     (16, 64)
     """
     target = _target(q, device_name, processors)
-    if bandwidth is not None and not bandwidth > 0:
-        raise ValueError(f"bandwidth: expected bytes/s above 0, got {bandwidth}")
+    if bandwidth is not None:
+        if isinstance(bandwidth, bool) or not isinstance(bandwidth, (int, float)):
+            raise TypeError(f"bandwidth: expected a number, got {type(bandwidth).__name__}")
+        if not bandwidth > 0:
+            raise ValueError(f"bandwidth: expected bytes/s above 0, got {bandwidth}")
     request, _ = prepare(
         q,
         k,
@@ -340,7 +343,7 @@ def explain(
 
 def _target(q: Tensor, device_name: str | None, processors: int | None) -> Target:
     if device_name is not None:
-        if device_name not in _KNOWN:
+        if not isinstance(device_name, str) or device_name not in _KNOWN:
             raise ValueError(
                 f"device_name: expected one of {', '.join(_KNOWN)}, got {device_name!r}"
             )

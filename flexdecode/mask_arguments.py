@@ -14,6 +14,7 @@ __all__ = [
     "block_size",
     "cdiv",
     "check_captures",
+    "checked_device",
     "checked_table",
     "count",
     "find_device",
@@ -66,10 +67,10 @@ def block_size(value: Any) -> tuple[int, int]:
 
 def count(name: str, value: Any) -> int:
     """A size: an int of at least 0."""
-    if isinstance(value, (bool, Tensor)) or not hasattr(value, "__index__"):
+    if isinstance(value, (bool, Tensor)) or not hasattr(type(value), "__index__"):
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
     size = int(value)
-    if size < 0:
+    if not 0 <= size < 1 << 63:
         raise ValueError(f"{name}: expected a size of at least 0, got {size}")
     return size
 
@@ -89,7 +90,7 @@ def position(
     if value is None:
         return None
     if not isinstance(value, Tensor):
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
+        if isinstance(value, bool) or not hasattr(type(value), "__index__"):
             raise TypeError(
                 f"{name}: expected an int or an integer tensor, got {type(value).__name__}"
             )
@@ -115,7 +116,7 @@ def find_device(device: Any, values: tuple[Any, ...]) -> torch.device:
     A number on the CPU (a 0-dim tensor) says nothing about where the rest is.
     """
     if device is not None:
-        return _checked_device(device)
+        return checked_device(device)
     for value in values:
         if isinstance(value, Tensor) and (value.dim() or value.device.type != "cpu"):
             return value.device
@@ -125,10 +126,11 @@ def find_device(device: Any, values: tuple[Any, ...]) -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def _checked_device(device: Any) -> torch.device:
+def checked_device(device: Any) -> torch.device:
+    """The device asked for, with its index where it is a GPU."""
     try:
         found = torch.device(device)
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError, ValueError):
         raise ValueError(
             f"device: expected a torch.device or its name, like 'cpu' or 'cuda', got {device!r}"
         ) from None
@@ -170,10 +172,10 @@ def is_same(first: int | Tensor, second: int | Tensor) -> bool:
     return bool((torch.as_tensor(first) == torch.as_tensor(second)).all())
 
 
-def shown(value: int | Tensor) -> str:
+def shown(value: Any) -> str:
     """A position or length in words, without waiting for a GPU."""
-    if isinstance(value, int):
-        return str(value)
+    if not isinstance(value, Tensor):
+        return repr(value)
     return str(value.tolist()) if value.device.type == "cpu" else "a tensor"
 
 

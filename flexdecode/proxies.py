@@ -167,6 +167,17 @@ class _Operand:
     def __iter__(self) -> Any:
         raise fail(TypeError, "a mod cannot iterate over a tensor: index it")
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise fail(TypeError, "a mod cannot write to a tensor: it says what to attend to")
+
+    def __contains__(self, value: Any) -> bool:
+        raise fail(TypeError, "a mod cannot search in a tensor: compare with its elements")
+
+    def _no_operator(self, *args: Any) -> Any:
+        raise fail(TypeError, "@, divmod() and round() are not supported in a mod")
+
+    __matmul__ = __rmatmul__ = __divmod__ = __rdivmod__ = __round__ = _no_operator
+
     def __hash__(self) -> int:
         return id(self)
 

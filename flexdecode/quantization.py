@@ -257,6 +257,8 @@ def dequantize(x: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
     """
     if not isinstance(x, QuantizedTensor):
         raise TypeError(f"x: expected a QuantizedTensor, got {type(x).__name__}")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"dtype: expected a floating-point torch.dtype, got {dtype!r}")
     return _from_codes(x, x.codes, x.coefficients, x.dtype if dtype is None else dtype)
 
 
@@ -407,12 +409,16 @@ def quantize(
         )
     _check_option("format", format, FORMATS)
     _check_option("per", per, ("row", "head", "tensor"))
-    dtype = dtype or (x.dtype if x.dtype in _COMPUTE else torch.float32)
+    _check_option("groups", groups, GROUPS)
+    if dtype is None:
+        dtype = x.dtype if x.dtype in _COMPUTE else torch.float32
+    _check_option("dtype", dtype, _COMPUTE)
     kinds: dict[str, tuple[torch.dtype, ...]] = {
         "int4": (torch.int32,),
         "int8": (torch.float32, torch.float16),
     }
-    scale_dtype = scale_dtype or (torch.int32 if format == "int4" else torch.float32)
+    if scale_dtype is None:
+        scale_dtype = torch.int32 if format == "int4" else torch.float32
     _check_option("scale_dtype", scale_dtype, kinds.get(format, (torch.float32, torch.int32)))
     if per != "row" and scale_dtype == torch.int32:
         raise ValueError(f"per: expected 'row' with coefficient words, got {per!r}")
@@ -533,7 +539,8 @@ def _unpack_nibbles(packed: Tensor, layout: str) -> Tensor:
 
 
 def _check_option(name: str, value: Any, legal: tuple[Any, ...]) -> None:
-    if value not in legal:
+    # A tensor has no truth value, and ``1 == True``: compare kinds too.
+    if not any(type(value) is type(good) and value == good for good in legal):
         names = ", ".join(repr(x) if isinstance(x, str) else str(x) for x in legal)
         raise ValueError(f"{name}: expected {'one of ' * (len(legal) > 1)}{names}, got {value!r}")
 
@@ -565,6 +572,7 @@ def _check_kinds(x: QuantizedTensor) -> None:
     if x.format is not None:
         _check_option("format", x.format, FORMATS)
     _check_option("layout", x.layout, ("separate", "interleaved"))
+    _check_option("groups", x.groups, GROUPS)
 
 
 def _format_of(data: Tensor) -> str:

@@ -167,8 +167,9 @@ def _trace_walked(mod: Callable[..., Any], kind: Kind) -> tuple[Traced, bool]:
     stable : bool
         The same objects closed over mean the same trace.
     """
-    if not callable(mod):
-        raise TypeError(f"{kind}_mod: expected a function {SIGNATURES[kind]}, got {type(mod)}")
+    if not callable(mod) or isinstance(mod, type):
+        got = f"the class {mod.__name__}" if isinstance(mod, type) else type(mod).__name__
+        raise TypeError(f"{kind}_mod: expected a function {SIGNATURES[kind]}, got {got}")
     binding = Binding(mod)
     if binding.key is None:
         return _trace(mod, kind, binding, "lift").bind(binding), False

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from flexdecode.masks.arguments import at_least, float_tensor
+from flexdecode.masks.arguments import at_least, checked_device, float_tensor, number
 from flexdecode.mods import ScoreMod
 
 __all__ = [
@@ -233,14 +233,14 @@ def sandwich(
     .. [1] T.-C. Chi et al., "Dissecting Transformer Length Extrapolation via the Lens of Receptive
        Field Analysis", arXiv:2212.10356, 2022.
     """
-    at_least("heads", heads, 1)
-    at_least("max_distance", max_distance, 1)
-    at_least("dim", dim, 2)
+    number("heads", heads, 1)
+    number("max_distance", max_distance, 1)
+    number("dim", dim, 2, 1 << 16)
     distance = torch.arange(max_distance + 1, dtype=torch.float64)
     sums = torch.zeros_like(distance)
     for i in range(dim // 2):
         sums += torch.cos(distance / 10000.0 ** (2 * i / dim))
-    table = sums.float().to(device or torch.get_default_device())
+    table = sums.float().to(checked_device(device) or torch.get_default_device())
     scale = heads / 8.0
 
     def sandwich(score, b, h, q_idx, kv_idx):
@@ -287,10 +287,13 @@ def relative_bias(
        Transformer", arXiv:1910.10683, 2019.
     """
     float_tensor("table", table, "[num_buckets, Hq]")
+    if not isinstance(bidirectional, bool):
+        raise TypeError(f"bidirectional: expected a bool, got {type(bidirectional).__name__}")
     one_way = table.shape[0] // 2 if bidirectional else table.shape[0]
     exact = one_way // 2
     if exact < 1:
         raise ValueError(f"table: expected more buckets, got {table.shape[0]}")
+    number("max_distance", max_distance, 1)
     if max_distance <= exact:
         raise ValueError(f"max_distance: expected more than {exact}, got {max_distance}")
     # Looked up instead of computed: a logarithm at a bucket's edge may round either way.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexdecode.masks.arguments import at_least, id_tensor, per_batch
+from flexdecode.masks.arguments import at_least, id_tensor, number, per_batch
 from flexdecode.masks.positions import causal
 from flexdecode.mods import MaskMod, and_masks, mask_mod
 
@@ -122,7 +122,7 @@ def document_ids(offsets: Tensor, length: int) -> Tensor:
     tensor([0, 0, 1, 1, 1, 2], dtype=torch.int32)
     """
     id_tensor("offsets", offsets, "[N]")
-    at_least("length", length, 0)
+    number("length", length, 0)
     position = torch.arange(length, device=offsets.device, dtype=offsets.dtype)
     return torch.searchsorted(offsets[1:].contiguous(), position, right=True).to(torch.int32)
 

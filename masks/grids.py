@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexdecode.masks.arguments import at_least, per_batch
+from flexdecode.masks.arguments import checked_device, int_list, number, per_batch
 from flexdecode.mods import MaskMod, and_masks, mask_mod
 
 __all__ = ["neighborhood", "sliding_tile", "tile_order"]
@@ -160,7 +160,7 @@ def tile_order(
     tensor([0, 1, 4, 5, 2, 3, 6, 7])
     """
     tiles = _tiles(shape, tile)
-    places = torch.arange(math.prod(shape), device=device)
+    places = torch.arange(math.prod(shape), device=checked_device(device))
     split = places.reshape(*itertools.chain(*zip(tiles, tile, strict=True)))
     dims = range(split.ndim)
     return split.permute(*dims[::2], *dims[1::2]).flatten()
@@ -213,13 +213,14 @@ def _tiles(shape: Sequence[int], tile: Sequence[int]) -> list[int]:
 
 
 def _check_grid(shape: Sequence[int], window: Sequence[int], name: str = "window") -> None:
+    shape, window = int_list("shape", shape), int_list(name, window)
     if not 1 <= len(shape) <= 3:
         raise ValueError(f"shape: expected 1 to 3 sizes, got {len(shape)}")
     if len(window) != len(shape):
         raise ValueError(f"{name}: expected {len(shape)} sizes as in shape, got {len(window)}")
     for size, width in zip(shape, window, strict=True):
-        at_least("shape", size, 1)
-        at_least(name, width, 1)
+        number("shape", size, 1)
+        number(name, width, 1)
         if width > size:
             raise ValueError(
                 f"{name}: expected at most {list(shape)}, got {list(window)} along a dimension"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexdecode.masks.arguments import at_least
+from flexdecode.masks.arguments import float_tensor, lengths, number
 
 __all__ = ["page_bounds", "top_pages"]
 
@@ -42,9 +42,10 @@ def page_bounds(
     .. [1] J. Tang et al., "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference",
        arXiv:2406.10774, 2024.
     """
-    if k.ndim != 4:
-        raise ValueError(f"k: expected shape [B, Hkv, Lkv, D], got {list(k.shape)}")
-    at_least("page_size", page_size, 1)
+    float_tensor("k", k, "[B, Hkv, Lkv, D]")
+    number("page_size", page_size, 1)
+    if kv_len is not None:
+        lengths("kv_len", kv_len, k.device)
     B, Hkv, Lkv, D = k.shape
     end = torch.as_tensor(Lkv if kv_len is None else kv_len, device=k.device).reshape(-1, 1, 1, 1)
     missing = (torch.arange(Lkv, device=k.device)[:, None] >= end).expand(B, Hkv, Lkv, 1)
@@ -117,8 +118,12 @@ def top_pages(
     >>> num.tolist(), pages.tolist()
     ([[[2]]], [[[[1, 3]]]])
     """
-    at_least("count", count, 1)
-    at_least("page_size", page_size, 1)
+    float_tensor("q", q, "[B, Hq, Lq, D]")
+    float_tensor("least", least, "[B, Hkv, num_pages, D]")
+    float_tensor("greatest", greatest, "[B, Hkv, num_pages, D]")
+    number("count", count, 1)
+    number("page_size", page_size, 1)
+    lengths("kv_len", kv_len, q.device)
     B, Hq, Lq, D = q.shape
     Hkv, num_pages = least.shape[1:3]
     if least.shape != greatest.shape or least.shape != (B, Hkv, num_pages, D) or Hq % Hkv:
@@ -139,5 +144,5 @@ def top_pages(
     chosen = score.topk(min(count, num_pages), dim=-1)
     # Pages behind the newest key sort last, where the count does not reach.
     numbers = chosen.indices.masked_fill(chosen.values == -torch.inf, num_pages).sort(-1).values
-    number = (newest + 1).clamp(max=chosen.indices.shape[-1]).expand(B, Hkv, 1)
-    return number.to(torch.int32).contiguous(), numbers[:, :, None].to(torch.int32)
+    listed = (newest + 1).clamp(max=chosen.indices.shape[-1]).expand(B, Hkv, 1)
+    return listed.to(torch.int32).contiguous(), numbers[:, :, None].to(torch.int32)

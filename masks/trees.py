@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from flexdecode.masks.arguments import id_tensor, per_batch
+from flexdecode.masks.arguments import checked_device, id_tensor, int_list, per_batch
 from flexdecode.mods import MaskMod, mask_mod
 
 __all__ = ["create_ancestors", "create_parents", "tree"]
@@ -125,7 +125,8 @@ def create_ancestors(
     if isinstance(parents, Tensor):
         id_tensor("parents", parents, "[T] or [B, T]")
     else:
-        for token, parent in enumerate(parents):
+        device = checked_device(device)
+        for token, parent in enumerate(int_list("parents", parents)):
             if not -1 <= parent < token:
                 raise ValueError(
                     f"parents: expected the parent of token {token} in [-1, {token}), got {parent}"
@@ -137,7 +138,7 @@ def create_ancestors(
     for _ in range(max(size - 1, 0).bit_length()):
         steps = reach.float()
         reach = steps @ steps > 0  # each product doubles the number of steps up
-    return reach if device is None else reach.to(device)
+    return reach if device is None else reach.to(checked_device(device))
 
 
 def create_parents(paths: Sequence[Sequence[int]]) -> list[int]:
@@ -176,7 +177,10 @@ def create_parents(paths: Sequence[Sequence[int]]) -> list[int]:
     """
     places: dict[tuple[int, ...], int] = {(): 0}
     parents = [-1]
-    for path in sorted((tuple(path) for path in paths), key=lambda path: (len(path), path)):
+    if isinstance(paths, (str, bytes, Tensor)) or not isinstance(paths, Iterable):
+        raise TypeError(f"paths: expected a sequence of paths, got {type(paths).__name__}")
+    found = [tuple(int_list("paths", path)) for path in paths]
+    for path in sorted(found, key=lambda path: (len(path), path)):
         if path in places:
             raise ValueError(f"paths: expected every path once and none empty, got {path} again")
         if path[:-1] not in places:
