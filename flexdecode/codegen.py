@@ -211,12 +211,15 @@ def compiled(name: str, text: str) -> Any:
 
     from flexdecode.kernels import interval_math, modmath
 
-    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-    filename = f"<flexdecode {name} {digest}>"
-    linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
     known = vars(modmath) | vars(interval_math)
     helpers = {n: f for n, f in known.items() if hasattr(f, "fn")}
     names = {"tl": tl, "triton": triton, "__name__": "flexdecode.generated", **helpers}
+    if name in names:  # a rule named like a helper must not take its place
+        text = text.replace(f"def {name}(", f"def {name}_rule(", 1)
+        name = f"{name}_rule"
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    filename = f"<flexdecode {name} {digest}>"
+    linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
     exec(compile(text, filename, "exec"), names)
     return names[name]
 
@@ -281,7 +284,8 @@ class _Printer:
 
     def _capture(self, slot: int) -> tuple[str, list[str], list[str]]:
         spec, layout = self.graph.captures[slot], self.layouts[slot]
-        name = f"{spec.name if spec.name.isidentifier() else 'captured'}_{slot}"
+        own = spec.name if spec.name.isidentifier() and spec.name.isascii() else "captured"
+        name = f"{own}_{slot}"
         self._line(name, self._take(1)[0])
         sizes, strides = [], []
         for dim in range(spec.rank):

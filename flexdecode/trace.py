@@ -107,9 +107,17 @@ class _Entry:
 
     def bind(self, binding: Binding) -> Traced:
         tensors = binding.tensors
+        params = tuple([binding.numbers[slot] for slot in self.param_slots])
+        for number in params:
+            if type(number) is int and not -(1 << 63) <= number < 1 << 63:
+                graph = self.graph
+                raise ValueError(
+                    f"{graph.kind}_mod {graph.name}: expected numbers of 64 bits, got one of "
+                    f"{number.bit_length()}\n  at {graph.where}: {graph.source}"
+                )
         return Traced(
             self.graph,
-            tuple([binding.numbers[slot] for slot in self.param_slots]),
+            params,
             tuple([tensors[s] if isinstance(s, int) else s for s in self.capture_slots]),
         )
 
@@ -322,8 +330,12 @@ def _describe(mod: Any) -> tuple[str, str, str]:
     """Identifier, ``file:line`` and source line of the user's function."""
     while hasattr(mod, "func") or isinstance(mod, MaskMod):
         mod = mod.fn if isinstance(mod, MaskMod) else mod.func
-    name = re.sub(r"\W", "", getattr(mod, "__name__", type(mod).__name__)) or "mod"
-    if keyword.iskeyword(name) or not name.isidentifier():
+    # Becomes an identifier in generated code: letters that every compiler takes, and not too many.
+    name = str(getattr(mod, "__name__", type(mod).__name__))
+    name = re.sub(r"[^A-Za-z0-9_]", "", name)[:60] or "mod"
+    if name[0].isdigit():
+        name = f"mod_{name}"
+    if keyword.iskeyword(name):
         name = f"{name}_mod"
     code = getattr(mod, "__code__", None) or getattr(mod.__call__, "__code__", None)
     if code is None:
