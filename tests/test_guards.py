@@ -156,7 +156,7 @@ def test_appending_writes_the_new_rows_alone(form: str | None) -> None:
             x.view(torch.uint8).fill_(BYTE) if x.element_size() == 1 else x.view(
                 {2: torch.int16, 4: torch.int32}[x.element_size()]
             ).fill_(-1)
-        append_kv(*caches, new, new, kv_len=lengths, page_table=table)
+        append_kv(*caches, new, new, kv_len=lengths, page_table=table, backend="triton")
     slots = torch.zeros(5, 16, dtype=torch.bool, device=DEVICE)
     for b in range(2):
         for position in range(int(lengths[b]), int(lengths[b]) + 3):
@@ -172,11 +172,30 @@ def test_merging_stays_within_its_buffers() -> None:
     lses = [torch.randn(3, 2, 5, device=DEVICE) for _ in range(3)]
     with guarded() as guards:
         given = [guards.inside(x) for x in (*outs, *lses)]
-        out, lse = merge_attentions(given[:3], given[3:])
+        out, lse = merge_attentions(given[:3], given[3:], backend="triton")
     weights = torch.stack(lses).double().softmax(0)
     wanted = (weights[..., None] * torch.stack(outs).double()).sum(0)
     torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse.double(), torch.stack(lses).double().logsumexp(0))
+
+
+def test_the_backward_pass_of_merging_stays_within_its_buffers() -> None:
+    tensors = [torch.randn(3, 2, 5, 31, device=DEVICE) for _ in range(2)]
+    tensors += [torch.randn(3, 2, 5, device=DEVICE) for _ in range(2)]
+    grads = []
+    for double in (False, True):
+        leaves = [(x.double() if double else x).clone().requires_grad_() for x in tensors]
+        if double:
+            weights = torch.stack(leaves[2:]).softmax(0)
+            out = (weights[..., None] * torch.stack(leaves[:2])).sum(0)
+            out.square().sum().backward()
+        else:
+            with guarded():
+                out, _ = merge_attentions(leaves[:2], leaves[2:], backend="triton")
+                out.square().sum().backward()
+        grads.append([x.grad.double() for x in leaves])
+    for found, wanted in zip(*grads, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_guards_see_what_is_written_beside() -> None:
