@@ -22,7 +22,9 @@ MODULES = (
     "flexdecode",
     "flexdecode.masks",
     "flexdecode.compat",
+    "flexdecode.distributed",
     "flexdecode.integrations.transformers",
+    "flexdecode.tuning",
     "flexdecode.visualize",
 )
 MADE_BY_OTHERS = {"flexdecode.bound_mask": ["BoundMask"]}  # what public functions return
