@@ -91,12 +91,6 @@ torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-5)
                 "whatever the kernel says; the kernel multiplies it up in int32",
             ),
         ),
-        pytest.param(
-            3,
-            marks=pytest.mark.xfail(
-                strict=True, reason="load_piece multiplies columns by stride_d in int32"
-            ),
-        ),
     ],
 )
 def test_fc49_one_stride_beyond_two_to_the_31(axis: int, tmp_path: Path) -> None:
@@ -107,6 +101,15 @@ def test_fc49_one_stride_beyond_two_to_the_31(axis: int, tmp_path: Path) -> None
         cwd=Path(__file__).parents[1],
     )
     assert run.returncode == 0, run.stderr[-2000:]
+
+
+def test_fc49_columns_beyond_two_to_the_31(far: Callable[..., Tensor]) -> None:
+    """Kernels count columns in 32 bits, and say so before they read."""
+    q, k, v = random_inputs(2, 2, 1, 1, 40, 8)
+    spread = far(v, 3)
+    with pytest.raises(ValueError, match=r"v: expected elements of a row less than 2\*\*31 apart"):
+        attention(q, k, spread, backend="triton")
+    close(attention(q, k, spread, backend="cpu"), dense_attention(q, k, v).out)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -158,6 +158,7 @@ def _repeatable(
 # Plans by what they depend on; a cache that grows by `torch.cat` has a new shape at every step.
 _plans: dict[tuple[Any, ...], Plan] = {}
 _MAX_PLANS = 1024
+_FAR = (1 << 31) - 1
 
 
 def _launch(call: DecodeCall, request: Request) -> Arguments | None:
@@ -166,6 +167,7 @@ def _launch(call: DecodeCall, request: Request) -> Arguments | None:
     plan = _plans.get(key)
     if plan is not None:
         return run_plan(plan, call)
+    _check_columns(request)
     lists = None if call.tables is None else Lists.of(call.tables)
     config, _ = choose_plan(request, lists, device_of(request.problem.device))
     plan, arguments = decode(call, config)
@@ -173,6 +175,16 @@ def _launch(call: DecodeCall, request: Request) -> Arguments | None:
         _plans.pop(next(iter(_plans)))
     _plans[key] = plan
     return arguments
+
+
+def _check_columns(request: Request) -> None:
+    """Raise where kernels could not count from one end of a row to the other in 32 bits."""
+    for name, x in (("q", request.q), ("k", request.k), ("v", request.v)):
+        if isinstance(x, Tensor) and x.shape[3] * abs(x.stride(3)) > _FAR:
+            raise ValueError(
+                f"{name}: expected elements of a row less than 2**31 apart on the triton backend, "
+                f"got a stride of {x.stride(3)} for {x.shape[3]} columns; use {name}.contiguous()"
+            )
 
 
 def _signature(call: DecodeCall, options: dict[str, Any]) -> tuple[Any, ...]:
