@@ -7,6 +7,8 @@ which case.
 from __future__ import annotations
 
 import itertools
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -534,6 +536,27 @@ def test_fc52_scores_are_not_loaded_where_no_key_is_allowed(backend: Backend) ->
                              & sliding_window(100))  # fmt: skip
     out = run(backend, q, k, v, block_mask=mask, score_mod=rule)
     close(out, dense_attention(q, k, v, mask=sliding_window(100), bias=bias).out)
+
+
+def test_fc73_short_sequences_are_not_split() -> None:
+    for keys in (1, 64, 512):
+        q, k = torch.empty(16, 32, 1, 128), torch.empty(16, 8, keys, 128)
+        assert explain(q, k, k, device_name="H200").work.config.num_splits == 1
+
+
+TESTS = Path(__file__).parent
+PAGE = TESTS.parent / "docs" / "reliability.md"
+
+
+def test_the_page_of_cases_and_the_tests_agree() -> None:
+    written = "\n".join(path.read_text() for path in TESTS.glob("test_*.py"))
+    tests = set(re.findall(r"^def (test_\w+)", written, re.MULTILINE))
+    page = PAGE.read_text()
+    named = set(re.findall(r"`(test_\w+)`", page))
+    assert named - tests == set(), "the page names tests that are not there"
+    for test in sorted(tests):
+        for case in re.findall(r"fc(\d\d)_", test):
+            assert f"| FC-{case} " in page, f"the page has no line for {test}"
 
 
 def test_backends_are_all_covered() -> None:
