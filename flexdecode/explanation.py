@@ -182,6 +182,8 @@ class Explanation:
         yield from _interval_lines(self.intervals)
         work, config = self.work, self.work.config
         splits = "1 split" if config.num_splits == 1 else f"{config.num_splits} splits"
+        if config.span:
+            splits += f" after every {config.span} keys"
         yield (
             "plan",
             f"{'balanced shares' if work.balanced else splits} of each list, "
@@ -485,16 +487,26 @@ def _work(
         items = torch.full_like(units, config.num_splits)
     share = (-(-units // items)).clamp(min=MIN_SHARE)
     working = -(-units // share)
+    busiest = torch.minimum(share, units)
+    states = (states * listed).expand(*lists_of, -1)
+    if config.span:  # cut at fixed positions: every one that a key lies before has a program
+        size = BLOCK_SIZE[1] if BLOCK_SIZE is not None else KV_BLOCK
+        owners = torch.arange(states.shape[3]) // (config.span // size)
+        owners = torch.where(states > 0, owners, -1)
+        counts = torch.nn.functional.one_hot(owners + 1, config.num_splits + 1)[..., 1:]
+        busiest = counts.sum(3).amax(-1).reshape(-1) * steps
+        working = (-(-keys.sum(1) // config.span)).clamp(min=1)
+        working = working[:, None, None].expand(lists_of).reshape(-1)
+    else:
+        owners = block_owners(states, share.view(lists_of), steps)
     queries = each.queries(layout.nQ, BLOCK_Q)[:, None].expand(lists_of).reshape(-1)
     tiles = -(-queries // config.TQ) * (problem.Hkv // heads * ceil_div(problem.G, config.TG))
     busy = int((working * tiles).sum())
     mean = float((units * tiles).sum()) / (busy * steps) if busy else 0.0
-    busiest = float(torch.minimum(share, units).max()) / steps if busy else 0.0
     rows = queries * (problem.Hkv // heads * problem.G)
     parts = int((working * rows)[working > 1].sum())
-    states = (states * listed).expand(*lists_of, -1)
-    owners = block_owners(states, share.view(lists_of), steps)
-    return Work(config, planned.origin, layout.programs, busy, busiest, mean, states, owners), parts
+    most = float(busiest.max()) / steps if busy else 0.0
+    return Work(config, planned.origin, layout.programs, busy, most, mean, states, owners), parts
 
 
 def _traffic(

@@ -396,3 +396,22 @@ def test_missing_matplotlib_names_the_extra(monkeypatch):
 
 def test_share_of_nothing_is_zero():
     assert not math.isnan(explain(*inputs(Lkv=0)).blocks.share)
+
+
+def test_fixed_positions_of_batch_invariant_calls() -> None:
+    """Every 1,024 keys have a program, up to the last key; only listed blocks are work."""
+    q, k = torch.zeros(2, 8, 1, 64), torch.zeros(2, 2, 9000, 64)
+    report = explain(
+        q,
+        k,
+        k,
+        block_mask=create_block_mask(causal & sliding_window(1000)),
+        kv_len=torch.tensor([9000, 30]),
+        kernel_options={"deterministic": "batch_invariant"},
+    )
+    assert report.work.config.num_splits == 9 and report.work.config.span == 1024
+    # Nine programs and one for each of two key heads; keys 8000 to 9000 are in blocks 62 to 70.
+    assert report.work.busy == 2 * (9 + 1)
+    assert report.work.busiest == 7.0
+    assert report.work.owners[0, 0, 0, [61, 62, 63, 64, 70]].tolist() == [-1, 7, 7, 8, 8]
+    assert "9 splits after every 1024 keys" in str(report)
