@@ -188,6 +188,7 @@ def make_plan(call: DecodeCall, config: DecodeConfig) -> Plan:
         | ({"maxnreg": config.max_registers} if config.max_registers else {})
         | ({"launch_pdl": True} if config.early else {}),
     )
+    wide = call.partial_dtype == torch.float64
     reduce = Launch(
         _reduce_kernel,
         out.shape[0] * Hq * (Lq if call.tiles is None else layout.nQ * BLOCK_Q),
@@ -198,7 +199,8 @@ def make_plan(call: DecodeCall, config: DecodeConfig) -> Plan:
             "BLOCK_DV": next_power_of_2(Dv),
             "KV_BLOCK": KV_BLOCK,
             "BLOCK_N": config.BLOCK_N,
-            "SPLITS": config.reduce_splits,
+            # Float64 takes twice the registers, and a good many more for its exponentials.
+            "SPLITS": max(config.reduce_splits // (4 if wide else 1), 1),
             "PDL": config.pdl,
         },
         {"num_warps": config.reduce_warps} | ({"launch_pdl": True} if config.pdl else {}),
