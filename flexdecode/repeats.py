@@ -145,6 +145,8 @@ def remember(
     }
     if any(used[name] is not x for name, x in tensors.items()):
         return  # the kernels saw something made from it
+    if block_mask is None and isinstance(problem.kv_len, Tensor) and "kv_len" not in tensors:
+        return  # lengths that were worked out from what kv_start held
     score = reference = mask = None
     if score_mod is not None:
         score = trace(score_mod, "score")

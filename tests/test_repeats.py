@@ -193,6 +193,7 @@ def use_and_forget() -> list[weakref.ref[Any]]:
     for _ in range(2):
         call(*given, score_mod=biased)
         call(*given, score_mod=biased, block_mask=bound)
+        call(*given)
     return [weakref.ref(x) for x in (*given, table, bound)]
 
 
@@ -214,3 +215,13 @@ def test_tables_made_from_others_are_made_anew() -> None:
         given = tensors()
         same(*given, block_mask=bound)
         same(*given, block_mask=bound, kernel_options=options)
+
+
+def test_default_lengths_follow_the_starts() -> None:
+    """Without kv_len, the keys of a sequence reach from its start to the end of the cache."""
+    given = tensors()
+    kv_start = torch.tensor([3, 40], device=DEVICE)
+    for starts in ([3, 40], [60, 0], [69, 25]):
+        kv_start.copy_(torch.tensor(starts))
+        same(*given, kv_start=kv_start)
+        same(*given, kv_start=torch.tensor(starts[::-1], device=DEVICE))
