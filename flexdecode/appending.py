@@ -145,22 +145,8 @@ def append_kv(
             )
             return
         assert isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)
-        if choose_backend(backend, device) != "triton":
-            _append(k_cache, k_new, **options, rotary=rotary, interleaved=rotary_interleaved)
-            _append(v_cache, v_new, **options, rotary=None, interleaved=False)
-            return
-        from flexdecode.kernels.append import launch_append
-
-        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-            launch_append(
-                k_cache,
-                v_cache,
-                k_new,
-                v_new,
-                **options,
-                rotary=rotary,
-                interleaved=rotary_interleaved,
-            )
+        pairs = (k_cache, k_new), (v_cache, v_new)
+        _append(*pairs, options, backend, rotary, rotary_interleaved)
 
 
 def _append_parts(
@@ -171,16 +157,29 @@ def _append_parts(
 ) -> None:
     """Write codes and coefficients; what only one of k and v has is written twice."""
     for n in range(max(len(k_parts), len(v_parts))):
-        k, k_new = k_parts[min(n, len(k_parts) - 1)]
-        v, v_new = v_parts[min(n, len(v_parts) - 1)]
-        if choose_backend(backend, k.device) != "triton":
-            _append(k, k_new, **options, rotary=None, interleaved=False)
-            _append(v, v_new, **options, rotary=None, interleaved=False)
-            continue
-        from flexdecode.kernels.append import launch_append
+        pairs = k_parts[min(n, len(k_parts) - 1)], v_parts[min(n, len(v_parts) - 1)]
+        _append(*pairs, options, backend, rotary=None, interleaved=False)
 
-        with torch.cuda.device(k.device) if k.is_cuda else contextlib.nullcontext():
-            launch_append(k, v, k_new, v_new, **options, rotary=None, interleaved=False)
+
+def _append(
+    keys: tuple[Tensor, Tensor],
+    values: tuple[Tensor, Tensor],
+    options: dict[str, Any],
+    backend: str,
+    rotary: tuple[Tensor, Tensor] | None,
+    interleaved: bool,
+) -> None:
+    """Write new keys and values, each a pair of cache and new rows, by one backend or another."""
+    (k, k_new), (v, v_new) = keys, values
+    if choose_backend(backend, k.device) != "triton":
+        _write(k, k_new, **options, rotary=rotary, interleaved=interleaved)
+        _write(v, v_new, **options, rotary=None, interleaved=False)
+        return
+    from flexdecode.kernels.append import launch_append
+
+    turning: dict[str, Any] = {"rotary": rotary, "interleaved": interleaved}
+    with torch.cuda.device(k.device) if k.is_cuda else contextlib.nullcontext():
+        launch_append(k, v, k_new, v_new, **options, **turning)
 
 
 def _turned(
@@ -265,7 +264,7 @@ def _rotary(cos: Any, sin: Any, D: int, device: torch.device) -> tuple[Tensor, T
     return cos.contiguous(), sin.contiguous()
 
 
-def _append(
+def _write(
     cache: Tensor,
     new: Tensor,
     *,

@@ -90,11 +90,6 @@ class PackedQueries:
         return packed
 
     @property
-    def sequences(self) -> int:
-        """Number of sequences; some may have no query."""
-        return len(self.cu_seqlens) - 1
-
-    @property
     def num_tiles(self) -> int:
         """Tiles, unused ones included."""
         return self.tiles.shape[1]
@@ -138,11 +133,6 @@ class PackedQueries:
                 found.append(Run(b, 1, q_len, row, tile))
             tile += -(-q_len // self.BLOCK_Q)
         return found
-
-    def lengths(self) -> Tensor:
-        """Queries of each sequence: [sequences], int64."""
-        starts = self.cu_seqlens.long()
-        return starts[1:] - starts[:-1]
 
 
 def tile_size(BLOCK_Q: int, total_q: int, sequences: int) -> int:

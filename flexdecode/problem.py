@@ -71,10 +71,9 @@ class Problem:
     offset: int | Tensor | None
     kv_start: Tensor | None = None
     page_table: Tensor | None = None
+    page_size: int = 0
     packed: PackedQueries | None = None
     first_b: int = 0
-
-    page_size: int = 0
 
     @property
     def q_batch(self) -> int:
