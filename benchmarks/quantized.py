@@ -3,8 +3,8 @@
 Every format, dense and in pages, beside the 16-bit cache of the same length, with its own floor:
 the bytes of its codes and coefficients at the measured read rate. FlashAttention-3 and FlashInfer
 in fp8 and the int4 kernel of xformers stand beside it where they can be loaded (``--peers``).
-``--sweep`` tries kernel options instead, ``--once`` compiles without timing, and ``--tiny`` takes
-sizes for an interpreter.
+``--sweep`` tries kernel options instead, which ``--jobs`` processes compile first, ``--once`` calls
+without timing, and ``--tiny`` takes sizes for an interpreter.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -45,21 +47,24 @@ FORMATS: dict[str, dict[str, Any] | None] = {
     "int4, interleaved": {"format": "int4", "layout": "interleaved"},
     "int4, interleaved, 4 groups": {"format": "int4", "layout": "interleaved", "groups": 4},
 }
-SWEPT = ("fp8, scale of a row", "fp8, one scale", "int4", "int4, 4 groups")
-# Keys of a step, warps, stages, and most registers of a thread (0: as the compiler likes).
+# What is swept: rows of a tile, keys of a step, warps, stages, and most registers of a thread
+# (0: as the compiler likes).
 GRID = (
-    (128, 4, 3, 0),
-    (128, 4, 3, 168),
-    (128, 4, 4, 168),
-    (64, 4, 3, 128),
-    (64, 4, 4, 128),
-    (64, 2, 3, 0),
-    (64, 2, 3, 168),
-    (32, 1, 4, 0),
-    (32, 1, 4, 168),
-    (32, 2, 4, 128),
+    (8, 64, 2, 3, 128),
+    (8, 64, 2, 3, 168),
+    (8, 64, 2, 4, 128),
+    (8, 64, 4, 3, 128),
+    (8, 128, 4, 3, 128),
+    (8, 128, 4, 3, 168),
+    (8, 32, 1, 3, 128),
+    (8, 32, 1, 4, 168),
+    (8, 32, 2, 4, 128),
+    (8, 32, 1, 3, 0),
+    (16, 64, 2, 3, 0),
+    (16, 128, 4, 3, 0),
 )
-FILLS = (2, 3, 4, 6, 8, 12)  # programs on a processor
+SWEPT = "fp8, scale of a row|fp8, one scale|^int4"
+WARPS = (8, 12, 16)  # on a processor
 _QUERY_FP8 = "fp8, q too"
 _LIMIT = 20.0  # seconds that one number may take
 
@@ -271,40 +276,62 @@ class Bench:
             yield "xformers", _xformers(size, 4 if "groups" in name else 1)
 
     def sweep(self, sizes: tuple[Size, ...]) -> None:
-        """Try kernel options, best ones last."""
-        processors = 132
+        """Try kernel options: the rules' own choice, and the fastest of each format."""
+        rules = configs.DECODE_REGISTERS, configs.MORE_REGISTERS
+        for size, (name, format) in itertools.product(sizes, self.formats()):
+            sets = self.sets(size, format)
+            found: dict[str, Record] = {}
+            for registers, options in self.ways(size):
+                if self.over():
+                    break
+                most = rules if registers is None else (registers, registers)
+                configs.DECODE_REGISTERS, configs.MORE_REGISTERS = most
+                _forget_plans()
+                run = partial(self.own, options=options)
+                said = "as the rules choose"
+                if options is not None:
+                    said = f"{options}, {registers} registers"
+                found[said] = self.measure(size, name, "flexdecode", sets, run)
+            configs.DECODE_REGISTERS, configs.MORE_REGISTERS = rules
+            timed = [(r.median, said) for said, r in found.items() if r.median is not None]
+            if not timed:
+                continue
+            worst = max(r.error or 0.0 for r in found.values())
+            print(f"{size.name}, {name}: {len(timed)} ways, largest error {worst:.1e}")
+            old = [way for way in timed if "'BLOCK_M': 16" in way[1]]
+            for us, said in [*timed[:1], *sorted(timed[1:])[:6], *sorted(old)[:1]]:
+                print(f"  {us:7.1f} us  {said}")
+            failed = {f"  {said}: {r.note}" for said, r in found.items() if r.status == "failed"}
+            print("\n".join(sorted(failed)), flush=True)
+
+    def ways(self, size: Size) -> Iterator[tuple[int | None, dict[str, int] | None]]:
+        """Yield most registers, and kernel options, of this process's part of a sweep."""
+        processors = 1
         if self.on_gpu:
             processors = torch.cuda.get_device_properties(self.device).multi_processor_count
-        for size, (name, format) in itertools.product(sizes, self.formats()):
-            if name not in SWEPT:
-                continue
-            sets = self.sets(size, format)
-            rows = []
-            programs = size.B * size.Hkv
-            for keys, warps, stages, registers in GRID:
-                configs.DECODE_REGISTERS = registers
-                _forget_plans()
-                counts = [max(processors * fill // programs, 1) for fill in FILLS]
-                for splits in sorted(set(counts[:1] if self.arguments.once else counts)):
-                    if self.over():
-                        break
-                    options = {
-                        "BLOCK_N": keys,
-                        "num_warps": warps,
-                        "num_stages": stages,
-                        "num_splits": splits,
-                    }
-                    record = self.measure(
-                        size, name, "flexdecode", sets, partial(self.own, options=options)
-                    )
-                    if record.median is not None:
-                        best = (record.median, record.percent_of_floor, registers, options)
-                        rows.append(best)
-            rows.sort(key=lambda row: -row[0])
-            for us, percent, registers, options in rows[-10:]:
-                line = f"{size.name}, {name}: {us:.1f} us, {percent or 0:.0f} %, {options}"
-                print(f"{line}, {registers} registers")
-            print(flush=True)
+        part, parts = map(int, self.arguments.part.split("/"))
+        if part == 0 or not self.arguments.once:
+            yield None, None  # the rules
+        for rows, keys, warps, stages, registers in GRID[(part - 1) % parts :: parts]:
+            fills = sorted({max(count // warps, 1) for count in WARPS})
+            for fill in fills[:1] if self.arguments.once else fills:
+                options = {"BLOCK_M": rows, "BLOCK_N": keys}
+                options |= {"num_warps": warps, "num_stages": stages}
+                splits = max(processors * fill // (size.B * size.Hkv), 2)
+                yield registers, options | {"num_splits": splits}
+
+
+def compile_all(given: argparse.Namespace) -> None:
+    """Compile what a sweep needs, in processes of their own."""
+    own = [sys.executable, "-m", "benchmarks.quantized", "--sweep", "--once"]
+    if given.only:
+        own += ["--only", given.only]
+    workers = [
+        subprocess.Popen([*own, "--part", f"{n}/{given.jobs}"], stderr=subprocess.DEVNULL)
+        for n in range(given.jobs)
+    ]
+    for worker in workers:
+        worker.wait()
 
 
 def _forget_plans() -> None:
@@ -424,6 +451,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--replays", type=int, default=15)
     parser.add_argument("--sweep", action="store_true", help="try kernel options")
     parser.add_argument("--once", action="store_true", help="call each once, and time nothing")
+    parser.add_argument("--part", default="0/1", help="i/n: every n-th way of a sweep, from i on")
+    parser.add_argument("--jobs", type=int, default=0, help="processes that compile before a sweep")
     parser.add_argument("--only", help="formats whose names match this")
     parser.add_argument("--dense", action="store_true", help="no pages")
     parser.add_argument("--tiny", action="store_true", help="sizes for an interpreter")
@@ -432,7 +461,13 @@ def main(arguments: list[str] | None = None) -> None:
         target = Path("/tmp/flexdecode_peers")
         unpack(given.peers, target, ["fa3", "flashinfer", "xformers"])
         given.peers = target
+    if given.sweep:
+        given.only = given.only or SWEPT
+        if given.jobs:
+            compile_all(given)
     sizes = SIZES if given.dense or given.sweep else (*SIZES, *PAGED)
+    if given.sweep and given.once:
+        sizes = (Size("short", 2, 1024),)  # compiled for every length
     if given.tiny:
         sizes = (Size("tiny", 1, 128, 4, 2, 32), Size("tiny pages", 1, 128, 4, 2, 32, page=16))
     bench = Bench(given)

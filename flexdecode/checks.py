@@ -44,7 +44,7 @@ _LEGAL_OPTIONS: dict[str, tuple[Any, ...]] = {
     "tf32": (True, False),
     "approx": (True, False),
     "partial_dtype": (torch.float32, torch.float64),
-    "BLOCK_M": _POWERS,
+    "BLOCK_M": (8, *_POWERS),
     "BLOCK_N": _POWERS,
     "num_warps": (1, 2, 4, 8, 16),
     "num_stages": (1, 2, 3, 4, 5, 6, 7, 8),

@@ -60,7 +60,7 @@ _KNOWN = {
     "H100": Target("H100", Device(132, 232448, pdl=True, arch="cuda:90"), 3.35e12),
     "H200": Target("H200", Device(132, 232448, pdl=True, arch="cuda:90"), 4.8e12),
     "B200": Target("B200", Device(148, 232448, pdl=True, arch="cuda:100"), 8.0e12),
-    "MI300X": Target("MI300X", Device(304, 65536, arch="hip:gfx942"), 5.3e12),
+    "MI300X": Target("MI300X", Device(304, 65536, arch="hip:gfx942", columns=16), 5.3e12),
 }
 
 

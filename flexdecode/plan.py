@@ -251,6 +251,7 @@ def storage_of(k: Operand, v: Operand) -> configs.Stored | None:
         narrow=min(columns) <= configs.MIN_TILE,
         nibbles=len(quantized) == 2 and all(x.format == "int4" for x in quantized),
         groups=max(x.groups for x in quantized),
+        both=len(quantized) == 2,
     )
 
 
@@ -268,7 +269,13 @@ def device_of(device: torch.device) -> configs.Device:
         fp8_rows = 64 if properties.major in (9, 10) else 16  # of warp groups, or of a warp
     count = properties.multi_processor_count
     return configs.Device(
-        count, shared, pdl=hopper, cuda=cuda, fp8_rows=fp8_rows, arch=choices.arch_of(device)
+        count,
+        shared,
+        pdl=hopper,
+        cuda=cuda,
+        fp8_rows=fp8_rows,
+        arch=choices.arch_of(device),
+        columns=8 if cuda else configs.MIN_TILE,
     )
 
 

@@ -13,7 +13,7 @@ MAX_BLOCK_M = 128
 # instructions of 16 columns on compute capability 9.0, and the output was wrong.
 SMALL_DIM_ROWS = 32
 LEGAL = {
-    "BLOCK_M": (16, 32, 64, MAX_BLOCK_M),
+    "BLOCK_M": (8, 16, 32, 64, MAX_BLOCK_M),
     "BLOCK_N": (16, 32, 64, 128, 256),
     "num_warps": (1, 2, 4, 8),
     "num_stages": (1, 2, 3, 4, 5, 6, 7, 8),
@@ -26,8 +26,11 @@ PLAN_KEYS = 8192  # shorter rows are not worth a plan of ragged lengths
 PLAN_LISTED_KEYS = 65536  # and listed blocks among fewer keys none of ragged lists
 WHOLE_KEYS = 512  # rows up to which a reduction costs more than a split saves
 MIN_SHARE = 2  # steps of the loop that are worth a split of their own
-DECODE_WARPS = 8  # warps on a processor that decode quantised keys and values
-DECODE_REGISTERS = 0  # most registers of their threads; 0 leaves it to the compiler
+DECODE_WARPS = 8  # warps on a processor that decode quantised keys and values, in tiles of 16 rows
+# Most registers of a thread that decodes for smaller tiles: it says how many warps there are then.
+DECODE_REGISTERS = 128
+MORE_REGISTERS = 168  # where rows have more coefficients, or more bytes than would fit as often
+REGISTERS = 65536  # of a processor
 EARLY_KEYS = 4096  # rows up to which an early start of the decode kernel gains nothing
 SPAN = 1024  # keys of a split where all are cut at the same places
 REDUCE_ELEMENTS = 8192  # float32 partials that a program of the reduction holds at once
@@ -104,6 +107,9 @@ class Device:
         would be converted to float16, so that decoding to bfloat16 is as fast and more precise.
     arch : str
         Whose measured choices it takes, see `flexdecode.choices.Key`; none where empty.
+    columns : int
+        Least columns of a matrix instruction. Fewer query rows than the 16 that it takes as rows
+        are its columns where they are quantised: less of it is padding.
     """
 
     processors: int
@@ -112,6 +118,7 @@ class Device:
     cuda: bool = False
     fp8_rows: int = 0
     arch: str = ""
+    columns: int = 8
 
 
 @dataclass(frozen=True)
@@ -126,6 +133,8 @@ class Stored:
         Rows are read in tiles of 16 columns, which several warps could not share.
     nibbles : bool
         Both are int4.
+    both : bool
+        Both are quantised.
     groups : int
         Most coefficients of a row.
     """
@@ -134,6 +143,7 @@ class Stored:
     narrow: bool
     nibbles: bool = False
     groups: int = 1
+    both: bool = False
 
 
 # What the interpreter is given: small, so that tests cross tile borders.
@@ -254,7 +264,10 @@ def choose_config(
     (16, 16)
     """
     options = dict(options or {})
-    _check(options, D, Dv)
+    least = MIN_TILE
+    if stored is not None and stored.both and itemsize == 2 and D + Dv <= 512 and not capacity:
+        least = device.columns
+    _check(options, D, Dv, least)
     rows = max(min(BLOCK_Q or Lq, Lq), 1)
     limit = MIN_TILE if capacity else options.get("BLOCK_M", _row_limit(G * rows, D, Dv))
     if capacity and "BLOCK_N" not in options:
@@ -263,7 +276,7 @@ def choose_config(
     while True:
         TG = ceil_div(G, ceil_div(G, limit))
         TQ = ceil_div(rows, ceil_div(rows, max(limit // TG, 1)))
-        BLOCK_M = options.get("BLOCK_M", max(MIN_TILE, next_power_of_2(TG * TQ)))
+        BLOCK_M = options.get("BLOCK_M", max(least, next_power_of_2(TG * TQ)))
         if stored is None:
             loop = _choose_loop(BLOCK_M, D, Dv, itemsize, KV_BLOCK, device, options)
         else:
@@ -303,9 +316,7 @@ def choose_config(
     units = max(ceil_div(keys, loop.BLOCK_N), 1)
     if stored is not None:
         # Decoding keeps warps busy: several programs on a processor hide one another's waits.
-        device = replace(
-            device, processors=device.processors * max(DECODE_WARPS // loop.num_warps, 1)
-        )
+        device = replace(device, processors=device.processors * loop.residents)
     num_splits = _choose_splits(programs, units, keys, device, options)
     wide = _unit(128, KV_BLOCK)
     # A block is one step then, and its number, or those of many small pages, are fetched at once.
@@ -331,13 +342,15 @@ def choose_config(
         early=device.pdl and stored is None and D + Dv <= 256 and keys > EARLY_KEYS,
         plan_rows=plan_rows,
         processors=device.processors,
-        max_registers=DECODE_REGISTERS if stored is not None and device.cuda else 0,
+        max_registers=loop.registers if device.cuda else 0,
     )
 
 
-def _check(options: Mapping[str, int], D: int, Dv: int) -> None:
+def _check(options: Mapping[str, int], D: int, Dv: int, least: int) -> None:
     """Refuse a value that no kernel can have."""
     for name, legal in LEGAL.items():
+        if name == "BLOCK_M":
+            legal = tuple(size for size in legal if size >= least)
         if name == "BLOCK_M" and min(D, Dv) <= MIN_TILE:
             legal = tuple(size for size in legal if size <= SMALL_DIM_ROWS)
         if name in options and options[name] not in legal:
@@ -370,6 +383,8 @@ class _Loop:
     num_stages: int
     bytes: int
     widens: bool
+    residents: int = 1  # programs that a processor holds at a time
+    registers: int = 0  # most of a thread; 0 leaves it to the compiler
 
 
 def _choose_loop(
@@ -426,7 +441,9 @@ def _choose_quantized_loop(
     most = _unit(128, KV_BLOCK)
     if page_size and page_size & -page_size >= 32:
         most = min(most, page_size & -page_size)  # one look-up for a whole step
-    if BLOCK_M > 32 or D + Dv > 256 or itemsize >= 4:
+    if BLOCK_M < MIN_TILE:
+        warps, keys, stages = (1, 32, 3) if stored.narrow or D + Dv > 256 else (2, 64, 3)
+    elif BLOCK_M > 32 or D + Dv > 256 or itemsize >= 4:
         warps = 8 if BLOCK_M * sum(split_dim(Dv)) > 8192 else 1 if stored.narrow else 4
         keys, stages = 32 if itemsize >= 4 or D + Dv > 384 or stored.narrow else 64, 2
     elif stored.narrow or (stored.nibbles and stored.groups == 1):
@@ -447,7 +464,15 @@ def _choose_quantized_loop(
         stages_left = num_stages > 1 and "num_stages" not in options
         keys_left = BLOCK_N > MIN_TILE and "BLOCK_N" not in options
         if needed <= device.shared_memory or not (stages_left or keys_left):
-            return _Loop(BLOCK_N, num_warps, num_stages, needed, False)
+            residents, registers = max(DECODE_WARPS // num_warps, 1), 0
+            if BLOCK_M < MIN_TILE:
+                registers = MORE_REGISTERS
+                if stored.nibbles and stored.groups == 1:
+                    registers = DECODE_REGISTERS
+                in_flight = max(num_stages - 1, 1) * BLOCK_N * stored.row_bytes + 4096
+                residents = REGISTERS // (32 * (registers or 256) * num_warps)
+                residents = max(min(residents, device.shared_memory // in_flight), 1)
+            return _Loop(BLOCK_N, num_warps, num_stages, needed, False, residents, registers)
         if stages_left:
             num_stages -= 1
         else:

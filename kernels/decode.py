@@ -28,6 +28,7 @@ from flexdecode.kernels.quantized import (
     float8_pointer,
     grain,
     is_by_row,
+    lift_queries,
     load_columns,
     load_scales,
     quantized_scores,
@@ -222,7 +223,7 @@ def attend(
                 beside = coefficients_at(
                     k_coefficients, page, pages, start_n, offs_n, PAGE_SIZE, WHOLE_PAGES, ALIGNED
                 )
-                qk = qk * load_scales(beside, present, K_FORMAT, tl.float32)[None, :]
+                qk = qk * load_scales(beside, present, 1.0)[None, :]
         else:
             beside = None
             if is_by_row(K_COEFFICIENTS):
@@ -625,8 +626,10 @@ def _decode_kernel(
     q_sums = None
     if K_COEFFICIENTS == "words":
         q_sums = sum_groups(q, K_FORMAT, K_GROUPS, D)
-    if K_FORMAT != "" and not is_by_row(K_COEFFICIENTS):
-        scale = scale * grain(K_FORMAT, DTYPE)
+    if K_FORMAT != "" and not FLOAT8:
+        q = lift_queries(q, K_FORMAT, ASSEMBLY)
+        if not is_by_row(K_COEFFICIENTS):
+            scale = scale * grain(K_FORMAT, DTYPE)
     if K_COEFFICIENTS == "head":
         scale = scale * tl.load(kc_ptr + head_kv * stride_kch).to(tl.float32)
     if qc_ptr is not None:
@@ -759,10 +762,20 @@ def _decode_kernel(
     m_i, l_i, acc = carry
     l_i = tl.sum(l_i, 1)  # [BLOCK_M]
     if V_FORMAT != "":
-        v_scale = grain(V_FORMAT, value_dtype(V_FORMAT, DTYPE))
+        v_scale = None
         if V_COEFFICIENTS == "head":
-            v_scale = v_scale * tl.load(vc_ptr + head_kv * stride_vch).to(tl.float32)
-        acc = finish_output(acc, v_scale, V_FORMAT, V_COEFFICIENTS, V_GROUPS, DV)
+            v_scale = tl.load(vc_ptr + head_kv * stride_vch).to(tl.float32)
+        acc = finish_output(
+            acc,
+            v_scale,
+            V_FORMAT,
+            V_COEFFICIENTS,
+            V_GROUPS,
+            DV,
+            value_dtype(V_FORMAT, DTYPE),
+            ASSEMBLY,
+            FLOAT8 and V_FORMAT == "e4m3" and V_COEFFICIENTS != "words",
+        )
 
     # -- the result, or this split's part of it ----
     out_row = (table_b * Hkv * G + head) * Lq + row  # [BLOCK_M], of [B, Hq, Lq]

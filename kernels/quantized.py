@@ -108,21 +108,18 @@ _INT8_FLOAT16 = tl.constexpr("""
 }
 """)
 # A byte goes to the upper half of 16 bits, with its sign above the lower number, and is shifted to
-# where the wider float has its exponent. A power of two mends the bias, also of the smallest
-# numbers. NaN, and the infinities of e5m2, read as finite numbers, but by `_E5M2_FLOAT16`.
+# where the wider float has its exponent. What is missing in the exponent makes a power of two (see
+# `grain`), also in the smallest numbers: matrix instructions take subnormal ones. NaN, and the
+# infinities of e5m2, read as finite numbers, but by `_E5M2_FLOAT16`.
 _E4M3_BFLOAT16 = tl.constexpr("""
 {
-    .reg .b32 a, b, f, z;
+    .reg .b32 a, b;
     prmt.b32 a, $2, 0, 0x2800;
     prmt.b32 b, $2, 0, 0x3911;
     shr.s32 a, a, 4;
     shr.s32 b, b, 4;
-    and.b32 a, a, 0x87F087F0;
-    and.b32 b, b, 0x87F087F0;
-    mov.b32 f, 0x7B807B80;
-    mov.b32 z, 0x80008000;
-    fma.rn.bf16x2 $0, a, f, z;
-    fma.rn.bf16x2 $1, b, f, z;
+    and.b32 $0, a, 0x87F087F0;
+    and.b32 $1, b, 0x87F087F0;
 }
 """)
 _E4M3_FLOAT16 = tl.constexpr("""
@@ -138,17 +135,13 @@ _E4M3_FLOAT16 = tl.constexpr("""
 """)
 _E5M2_BFLOAT16 = tl.constexpr("""
 {
-    .reg .b32 a, b, f, z;
+    .reg .b32 a, b;
     prmt.b32 a, $2, 0, 0x2800;
     prmt.b32 b, $2, 0, 0x3911;
     shr.s32 a, a, 3;
     shr.s32 b, b, 3;
-    and.b32 a, a, 0x8FE08FE0;
-    and.b32 b, b, 0x8FE08FE0;
-    mov.b32 f, 0x77807780;
-    mov.b32 z, 0x80008000;
-    fma.rn.bf16x2 $0, a, f, z;
-    fma.rn.bf16x2 $1, b, f, z;
+    and.b32 $0, a, 0x8FE08FE0;
+    and.b32 $1, b, 0x8FE08FE0;
 }
 """)
 _E5M2_FLOAT16 = tl.constexpr("""
@@ -169,9 +162,35 @@ def is_int4(FORMAT):
 
 @triton.constexpr_function
 def grain(FORMAT, DTYPE):
-    """Codes are decoded as multiples of it, so that weights times scales suit float16."""
+    """Codes are decoded as multiples of it, or of grain * lift.
+
+    In float16 weights times scales are to suit it, in bfloat16 fp8 may keep its bits.
+    """
+    if DTYPE == tl.bfloat16:
+        return {"e4m3": 2.0**24, "e5m2": 2.0**16}.get(FORMAT, 1.0)
     sizes = {"int4": 8.0, "int4_rows": 8.0, "int8": 128.0, "e4m3": 256.0}
     return sizes.get(FORMAT, 1.0) if DTYPE == tl.float16 else 1.0
+
+
+@triton.constexpr_function
+def lift(FORMAT, DTYPE, ASSEMBLY):
+    """What multiplies the other side of a product where codes are decoded as tiny numbers."""
+    tiny = ASSEMBLY and DTYPE == tl.bfloat16 and FORMAT in ("e4m3", "e5m2")
+    return 2.0**96 if tiny else 1.0
+
+
+@triton.constexpr_function
+def weight_factor(FORMAT, COEFFICIENTS, DTYPE, ASSEMBLY):
+    """What multiplies weights on their way into products, beside the scales of rows."""
+    raised = lift(FORMAT, DTYPE, ASSEMBLY)
+    return grain(FORMAT, DTYPE) if raised == 1.0 and is_by_row(COEFFICIENTS) else raised
+
+
+@triton.constexpr_function
+def output_factor(FORMAT, COEFFICIENTS, DTYPE, ASSEMBLY):
+    """What multiplies the output then, beside the scale of a head."""
+    size = grain(FORMAT, DTYPE) * lift(FORMAT, DTYPE, ASSEMBLY)
+    return size / weight_factor(FORMAT, COEFFICIENTS, DTYPE, ASSEMBLY)
 
 
 @triton.constexpr_function
@@ -294,14 +313,14 @@ def decode_one(
 
 
 @triton.jit
-def load_scales(coefficients, lane, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    """Return the scales of some rows' decoded codes, float32 [BLOCK_N]; 0 where lane is false."""
+def load_scales(coefficients, lane, FACTOR: tl.constexpr):
+    """Return the scales of some rows times a factor, float32 [BLOCK_N]; 0 where lane is false."""
     ptrs = coefficients[0] + coefficients[1]
     if lane is None:
         scale = tl.load(ptrs)
     else:
         scale = tl.load(ptrs, mask=lane, other=0.0)
-    return scale.to(tl.float32) * grain(FORMAT, DTYPE)
+    return scale.to(tl.float32) * FACTOR
 
 
 @triton.jit
@@ -310,10 +329,10 @@ def load_words(
     GROUP: tl.constexpr,
     lane,
     FORMAT: tl.constexpr,
-    DTYPE: tl.constexpr,
+    FACTOR: tl.constexpr,
     ABOVE: tl.constexpr = False,
 ):
-    """Return the scales and shifts of some rows' decoded codes, float32 [BLOCK_N] each."""
+    """Return scales times a factor, and shifts, of some rows' codes, float32 [BLOCK_N] each."""
     ptrs = coefficients[0] + coefficients[1]
     if GROUP > 0:
         ptrs += GROUP * coefficients[2]
@@ -325,7 +344,7 @@ def load_words(
     shift = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     if is_int4(FORMAT):
         shift += scale * (-128.0 if ABOVE else 8.0)
-    return scale * grain(FORMAT, DTYPE), shift
+    return scale * FACTOR, shift
 
 
 @triton.jit
@@ -531,7 +550,7 @@ def accumulate_float8(
     Rows of p are stretched over the whole range of e4m3 before they are rounded to it.
     """
     if COEFFICIENTS == "scales":
-        scale = load_scales(coefficients, lane, "e4m3", tl.float32)
+        scale = load_scales(coefficients, lane, 1.0)
         if seen is not None:
             scale = tl.where(seen, scale, 0.0)
         p = p * scale[None, :]
@@ -553,6 +572,34 @@ def accumulate_float8(
     return pieces
 
 
+# -- products. A matrix instruction takes 16 rows and 8 columns at least: up to 8 query rows are its
+# columns, which halves instructions and registers. Tiles of values are loaded turned then. ----
+
+
+@triton.constexpr_function
+def is_turned(ROWS):
+    """Whether query rows are the columns of matrix instructions."""
+    return ROWS < 16
+
+
+@triton.jit
+def dot_keys(q, tile, acc, INPUT_PRECISION: tl.constexpr):
+    """Return q @ tile.T + acc."""
+    if is_turned(q.shape[0]):
+        return tl.trans(dot(tile, tl.trans(q), tl.trans(acc), INPUT_PRECISION))
+    else:
+        return dot(q, tl.trans(tile), acc, INPUT_PRECISION)
+
+
+@triton.jit
+def dot_values(p, tile, acc, INPUT_PRECISION: tl.constexpr):
+    """Return p @ tile + acc, of a turned tile p @ tile.T + acc."""
+    if is_turned(p.shape[0]):
+        return tl.trans(dot(tile, tl.trans(p), tl.trans(acc), INPUT_PRECISION))
+    else:
+        return dot(p, tile, acc, INPUT_PRECISION)
+
+
 # -- scores ----
 
 
@@ -561,8 +608,22 @@ def decode_queries(pieces, FORMAT: tl.constexpr):
     """Numbers of queries whose codes are bytes: bfloat16 holds them exactly."""
     decoded = ()
     for piece in tl.static_range(len(pieces)):
-        decoded += (decode_one(pieces[piece].to(tl.int32), 0, FORMAT, tl.bfloat16),)
+        number = decode_one(pieces[piece].to(tl.int32), 0, FORMAT, tl.float32)
+        decoded += (number.to(tl.bfloat16),)
     return decoded
+
+
+@triton.jit
+def lift_queries(pieces, FORMAT: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Multiply queries by what the codes of keys lack; exact."""
+    FACTOR: tl.constexpr = lift(FORMAT, pieces[0].dtype, ASSEMBLY)
+    if FACTOR == 1.0:
+        return pieces
+    else:
+        lifted = ()
+        for piece in tl.static_range(len(pieces)):
+            lifted += ((pieces[piece].to(tl.float32) * FACTOR).to(pieces[0].dtype),)
+        return lifted
 
 
 @triton.jit
@@ -599,6 +660,7 @@ def quantized_scores(
     """
     DTYPE: tl.constexpr = q[0].dtype
     ABOVE: tl.constexpr = stay_above(FORMAT, DTYPE)
+    GRAIN: tl.constexpr = grain(FORMAT, DTYPE)
     tiles = ()
     for tile in tl.static_range(count_tiles(FORMAT, GROUPS, D)):
         units = load_units(ptr, rows, lane, tile, FORMAT, GROUPS, D)
@@ -609,12 +671,12 @@ def quantized_scores(
         product = zero
         for piece in tl.static_range(count_pieces(FORMAT, GROUPS, D)):
             if piece_group(FORMAT, GROUPS, D, piece) == group:
-                product = dot(q[piece], tl.trans(tiles[piece]), product, INPUT_PRECISION)
+                product = dot_keys(q[piece], tiles[piece], product, INPUT_PRECISION)
         if COEFFICIENTS == "words":
-            scale, shift = load_words(coefficients, group, lane, FORMAT, DTYPE, ABOVE)
+            scale, shift = load_words(coefficients, group, lane, FORMAT, GRAIN, ABOVE)
             product = product * scale[None, :] + q_sums[group][:, None] * shift[None, :]
         elif COEFFICIENTS == "scales":
-            scale = load_scales(coefficients, lane, FORMAT, DTYPE)
+            scale = load_scales(coefficients, lane, GRAIN)
             product = product * scale[None, :]
         if group > 0:
             qk += product
@@ -632,14 +694,28 @@ def load_units(
     FORMAT: tl.constexpr,
     GROUPS: tl.constexpr,
     DIM: tl.constexpr,
+    TURNED: tl.constexpr = False,
 ):
-    """One tile of units of some rows, int16."""
+    """One tile of units of some rows, int16, [BLOCK_N, units]; or [units, BLOCK_N] where turned."""
     START: tl.constexpr = tile_start(FORMAT, GROUPS, DIM, TILE)
     END: tl.constexpr = START + tile_width(FORMAT, GROUPS, DIM, TILE)
     SIZE: tl.constexpr = tile_size(FORMAT, GROUPS, DIM, TILE)
     # Interleaved rows begin with their coefficients. Their address, not the codes', is aligned.
     SKIP: tl.constexpr = 2 * GROUPS if FORMAT == "int4_rows" else 0
-    return load_piece(ptr, rows, 1, lane, START + SKIP, END + SKIP, SIZE)
+    if TURNED:
+        columns = START + SKIP + tl.arange(0, SIZE)
+        ptrs = ptr + (rows[None, :] + columns[:, None])
+        if END - START < SIZE:
+            inside = (columns < END + SKIP)[:, None]
+            if lane is not None:
+                inside = inside & lane[None, :]
+            return tl.load(ptrs, mask=inside, other=0)
+        elif lane is not None:
+            return tl.load(ptrs, mask=lane[None, :], other=0)
+        else:
+            return tl.load(ptrs)
+    else:
+        return load_piece(ptr, rows, 1, lane, START + SKIP, END + SKIP, SIZE)
 
 
 # -- output: a tuple of the pieces, then of each group's sums of p * shift ----
@@ -686,12 +762,14 @@ def accumulate_quantized(
 ):
     """Rescale the running output and add p times quantised value rows."""
     PIECES: tl.constexpr = count_pieces(FORMAT, GROUPS, DV)
+    TURNED: tl.constexpr = is_turned(p.shape[0])
+    FACTOR: tl.constexpr = weight_factor(FORMAT, COEFFICIENTS, DTYPE, ASSEMBLY)
     weights = ()  # of each group
     sums = ()
     for group in tl.static_range(GROUPS):
         weight = p
         if COEFFICIENTS == "words":
-            scale, shift = load_words(coefficients, group, lane, FORMAT, DTYPE)
+            scale, shift = load_words(coefficients, group, lane, FORMAT, FACTOR)
             if seen is not None:
                 scale = tl.where(seen, scale, 0.0)
                 shift = tl.where(seen, shift, 0.0)
@@ -701,45 +779,50 @@ def accumulate_quantized(
                 shifted = tl.sum(shifted, 1, keep_dims=True)
             sums += (acc[PIECES + group] * alpha[:, None] + shifted,)
         elif COEFFICIENTS == "scales":
-            scale = load_scales(coefficients, lane, FORMAT, DTYPE)
+            scale = load_scales(coefficients, lane, FACTOR)
             if seen is not None:
                 scale = tl.where(seen, scale, 0.0)
             weight = p * scale[None, :]
+        elif FACTOR != 1.0:
+            weight = p * FACTOR
         weights += (weight.to(DTYPE),)
     tiles = ()
     for tile in tl.static_range(count_tiles(FORMAT, GROUPS, DV)):
-        units = load_units(ptr, rows, lane, tile, FORMAT, GROUPS, DV)
+        units = load_units(ptr, rows, lane, tile, FORMAT, GROUPS, DV, TURNED)
         if FORMAT == "e5m2" and seen is not None:  # other codes are always finite
-            units = tl.where(seen[:, None], units, 0)
+            units = tl.where(seen[None, :] if TURNED else seen[:, None], units, 0)
         tiles += decode(units, FORMAT, DTYPE, ASSEMBLY)
     pieces = ()
     for piece in tl.static_range(PIECES):
         weight = weights[piece_group(FORMAT, GROUPS, DV, piece)]
-        pieces += (dot(weight, tiles[piece], acc[piece] * alpha[:, None], INPUT_PRECISION),)
+        pieces += (dot_values(weight, tiles[piece], acc[piece] * alpha[:, None], INPUT_PRECISION),)
     return pieces + sums
 
 
 @triton.jit
 def finish_output(
     acc,
-    factor,
+    scale,  # of the head, or None
     FORMAT: tl.constexpr,
     COEFFICIENTS: tl.constexpr,
     GROUPS: tl.constexpr,
     DV: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    FLOAT8: tl.constexpr,  # made by `accumulate_float8`
 ):
-    """Add what the shifts contribute, and return the pieces of [BLOCK_M, DV] alone.
-
-    `factor` multiplies what has no coefficients of its own.
-    """
+    """Add what the shifts contribute, and return the pieces of [BLOCK_M, DV] alone."""
+    FACTOR: tl.constexpr = 1.0 if FLOAT8 else output_factor(FORMAT, COEFFICIENTS, DTYPE, ASSEMBLY)
     PIECES: tl.constexpr = count_pieces(FORMAT, GROUPS, DV)
     pieces = ()
     for piece in tl.static_range(PIECES):
         found = acc[piece]
+        if scale is not None:
+            found = found * (scale * FACTOR)
+        elif FACTOR != 1.0:
+            found = found * FACTOR
         if COEFFICIENTS == "words":
             shifted = acc[PIECES + piece_group(FORMAT, GROUPS, DV, piece)]
             found += tl.sum(shifted, 1, keep_dims=True)
-        elif COEFFICIENTS != "scales":
-            found = found * factor
         pieces += (found,)
     return pieces

@@ -32,7 +32,7 @@ TARGETS = {
     "cuda:80": (GPUTarget("cuda", 80, 32), Device(108, shared_memory=166912, cuda=True)),
     "cuda:90": (GPUTarget("cuda", 90, 32), Device(132, 232448, True, cuda=True, fp8_rows=64)),
     "cuda:100": (GPUTarget("cuda", 100, 32), Device(148, 232448, True, cuda=True, fp8_rows=64)),
-    "hip:gfx942": (GPUTarget("hip", "gfx942", 64), Device(304, shared_memory=65536)),
+    "hip:gfx942": (GPUTarget("hip", "gfx942", 64), Device(304, shared_memory=65536, columns=16)),
 }
 
 

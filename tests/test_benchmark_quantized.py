@@ -33,3 +33,10 @@ def test_tiny_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert moved["tiny, bfloat16"] == 2 * 128 * 2 * 64
     assert moved["tiny, int4"] == 2 * 128 * 2 * (16 + 4)
     assert "x bfloat16" in capsys.readouterr().out
+
+
+def test_tiny_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--sweep", "--tiny", "--device", "cpu", "--only", "^int4$", "--part", "1/12"])
+    printed = capsys.readouterr().out
+    assert "tiny, int4: 4 ways" in printed and "as the rules choose" in printed, printed
+    assert "'BLOCK_M': 8" in printed and "'num_splits': 4" in printed

@@ -22,6 +22,7 @@ from flexdecode.kernels.call import BlockTables, DecodeCall, Mod
 from flexdecode.kernels.configs import (
     INTERPRETED,
     Device,
+    Stored,
     choose_config,
     shared_memory_bytes,
     split_dim,
@@ -577,6 +578,33 @@ def test_pieces_cover_the_head_dim():
         first, second = split_dim(D)
         assert D <= first + second <= max(16, 2 * D)
         assert first >= second
+
+
+def test_quantised_keys_are_rows_where_queries_are_few():
+    stored = Stored(row_bytes=256, narrow=False, both=True)
+    able = replace(H200, cuda=True)
+    few = choose(stored=stored, device=able, keys=131072)
+    assert few.BLOCK_M == 8 and few.max_registers > 0
+    # As many programs as registers and shared memory hold at a time, and no more.
+    held = 65536 // (32 * few.num_warps * few.max_registers)
+    assert 132 * held * 3 // 4 <= 8 * few.num_splits <= 132 * held
+    wide = choose(stored=replace(stored, row_bytes=4096), device=able, keys=131072, D=256, Dv=256)
+    bytes_held = (wide.num_stages - 1) * wide.BLOCK_N * 4096
+    assert 8 * wide.num_splits * bytes_held <= 132 * H200.shared_memory
+    assert choose(stored=stored, G=8).BLOCK_M == 8
+    for other in (
+        {"G": 9},
+        {"Lq": 3},
+        {"stored": replace(stored, both=False)},
+        {"itemsize": 4},
+        {"capacity": 8192},  # the same tile for any number of queries
+        {"device": replace(H200, columns=16)},
+    ):
+        config = choose(**{"stored": stored, **other})
+        assert config.BLOCK_M >= 16 and config.max_registers == 0, other
+    for plain in (None, replace(stored, both=False)):
+        with pytest.raises(ValueError, match=r"kernel_options\['BLOCK_M'\]: .* got 8"):
+            choose(stored=plain, options={"BLOCK_M": 8})
 
 
 def test_splits_fill_the_device_and_no_more():

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexdecode import QuantizedTensor, dequantize, quantize
-from flexdecode.kernels.quantized import decode, grain
+from flexdecode.kernels.quantized import decode, grain, lift
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
@@ -270,7 +270,8 @@ def test_every_code_is_decoded_exactly(format: str, dtype: torch.dtype) -> None:
     else:
         kinds = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
         expected = codes.view(kinds[format]).double()
-    grains = grain(format, tl.float16) if dtype == torch.float16 else 1.0
+    kind = getattr(tl, str(dtype).removeprefix("torch."))
+    grains = grain(format, kind) * lift(format, kind, assembly)
     known = expected.isfinite()
     found = out.cpu().double() * grains
     assert torch.equal(found[known], expected[known])

@@ -219,6 +219,18 @@ def test_float8_tensors(backend: Backend) -> None:
     assert_matches(out, q, *(x.double() for x in wide), slack=SLACK)
 
 
+@every_backend
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_smallest_numbers(backend: Backend, kind: torch.dtype) -> None:
+    """Codes without a leading one, which products must not take for zero."""
+    q, k, v = random_inputs(2, 4, 2, 1, 40, 32, dtype=torch.bfloat16, device=backend.device)
+    tiny = float(torch.finfo(kind).smallest_normal) / 4
+    k, v = ((x.clamp(-3, 3) * tiny).to(kind) for x in (k, v))
+    out = attention(q / tiny, k, v, backend=backend.name).double()
+    exact = dense_attention(q / tiny, k.double(), v.double()).out
+    assert (out - exact).norm() < 0.01 * exact.norm()
+
+
 @pytest.mark.parametrize("format", ["int4", "rows", "fp8 words"])
 def test_one_token_after_another_in_slots(format: str) -> None:
     """Starts of sequences in one long cache, splits, and partial results in float64."""
