@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flexdecode.kernels.call import Codes, DecodeCall, Mod, vector_stride
+from flexdecode.kernels.call import Codes, DecodeCall, Mod, dtype_of, vector_stride
 
 if TYPE_CHECKING:
     from flexdecode.kernels.launch import Plan
@@ -47,17 +47,17 @@ class Arguments:
             call.k.dtype,
             call.v.dtype,
             call.q_scale is None,
-            _kind(k_codes.coefficients),
-            _kind(v_codes.coefficients),
+            dtype_of(k_codes.coefficients),
+            dtype_of(v_codes.coefficients),
             call.partial_dtype,
             plan.last_strides,
-            _kind(bias),
-            _kind(sinks),
+            dtype_of(bias),
+            dtype_of(sinks),
             call.lse is None,
             call.max_scores is None,
-            _kind(kv_len),
-            _kind(kv_start),
-            _kind(q_offset),
+            dtype_of(kv_len),
+            dtype_of(kv_start),
+            dtype_of(q_offset),
             pages is None,
             call.tiles is None,
             tables.full_kv_indices is None,
@@ -111,19 +111,33 @@ class Arguments:
         Moves the active blocks of k and v once per query tile, q and out once, and
         ``(Dv + 2) * 4`` bytes for each row and item, written and read, of rows with several items.
         """
-        plan, at, decode = self.plan, self._at, self.decode
+        plan = self.plan
         if plan.parts:
             scratch = torch.empty(plan.scratch, dtype=self.partial_dtype, device=self.device)
         else:
             scratch = _nothing(self.device, self.partial_dtype)
+        key = self._with_scratch(scratch)
+        plan.decode(key, self.decode)
+        if plan.reduce is not None:
+            plan.reduce(key, self.reduce)
+
+    def prepare(self) -> None:
+        """Compile what `launch` would run, and run nothing."""
+        plan = self.plan
+        key = self._with_scratch(_nothing(self.device, self.partial_dtype))
+        plan.decode.prepare(key, self.decode)
+        if plan.reduce is not None:
+            plan.reduce.prepare(key, self.reduce)
+
+    def _with_scratch(self, scratch: Tensor) -> tuple[Any, ...]:
+        """Put the buffer of partial results in its place; what tells compiled variants apart."""
+        at, decode = self._at, self.decode
         decode[at["scratch"]] = scratch
+        if self.plan.reduce is not None:
+            self.reduce[self._reduce_at["scratch"]] = scratch
         aligned = [decode[at[name]].data_ptr() & 15 == 0 for name in ("q", "k", "v", "out")]
         aligned += [x.data_ptr() & 15 == 0 for x in self.captured]
-        key = (self.kinds, *aligned)
-        plan.decode(key, decode)
-        if plan.reduce is not None:
-            self.reduce[self._reduce_at["scratch"]] = scratch
-            plan.reduce(key, self.reduce)
+        return (self.kinds, *aligned)
 
     def replaced(self, tensors: dict[str, Tensor | None]) -> "Arguments":
         """Return a copy with other tensors of the same shapes, strides, dtypes and device."""
@@ -149,10 +163,6 @@ def _put(into: list[Any], at: dict[str, int], name: str, *values: Any) -> None:
 def _nothing(device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return an address that a kernel never uses."""
     return torch.zeros(1, dtype=dtype, device=device)
-
-
-def _kind(x: Tensor | None) -> torch.dtype | None:
-    return None if x is None else x.dtype
 
 
 class _NoTables:

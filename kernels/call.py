@@ -219,3 +219,8 @@ def vector_stride(vector: int | Tensor | None) -> tuple[Tensor | None, int, int]
     if isinstance(vector, Tensor):
         return vector, vector.stride(0) if vector.shape[0] > 1 else 0, 0
     return None, 0, vector or 0
+
+
+def dtype_of(x: Tensor | None) -> torch.dtype | None:
+    """Return the dtype of a tensor that may not be there."""
+    return None if x is None else x.dtype

@@ -33,6 +33,8 @@ MORE_REGISTERS = 168  # where rows have more coefficients, or more bytes than wo
 REGISTERS = 65536  # of a processor
 EARLY_KEYS = 4096  # rows up to which an early start of the decode kernel gains nothing
 SPAN = 1024  # keys of a split where all are cut at the same places
+FEW_SPLITS = 16  # partial results that the reduction takes at a time where there are no more
+MANY_SPLITS = 64  # and where longer rows may have more
 REDUCE_ELEMENTS = 8192  # float32 partials that a program of the reduction holds at once
 
 
@@ -53,13 +55,18 @@ class DecodeConfig:
     num_warps, num_stages : int
         Triton's launch options for the decode kernel.
     reduce_splits : int
-        Partial results that the reduction takes at a time, a power of two.
+        Partial results that the reduction takes at a time at the most, a power of two.
     reduce_warps : int
         Warps of a program of the reduction.
     pdl : bool
         Launch the reduction before the decode kernel ends (compute capability 9.0 or newer).
+    waits : bool
+        Compile the decode kernel so that it can be launched before the one before it has ended.
     early : bool
-        Launch the decode kernel while an earlier reduction ends.
+        Launch it so.
+    splits_later : bool
+        Longer rows of such calls are split: if the cache may hold them, their reduction is compiled
+        with the first call.
     plan_rows : int
         Where positive, shares are balanced over ragged rows, at most this many of them, and
         ``num_splits`` does not matter.
@@ -81,7 +88,9 @@ class DecodeConfig:
     reduce_splits: int = 16
     reduce_warps: int = 4
     pdl: bool = False
+    waits: bool = False
     early: bool = False
+    splits_later: bool = False
     plan_rows: int = 0
     processors: int = 1
     max_registers: int = 0
@@ -307,7 +316,7 @@ def choose_config(
             num_splits=max(ceil_div(capacity, span), 1),
             num_warps=loop.num_warps,
             num_stages=loop.num_stages,
-            reduce_splits=min(16, max(REDUCE_ELEMENTS // next_power_of_2(Dv), 1)),
+            reduce_splits=min(FEW_SPLITS, max(REDUCE_ELEMENTS // next_power_of_2(Dv), 1)),
             pdl=device.pdl,
             span=span,
         )
@@ -327,8 +336,10 @@ def choose_config(
         loop = replace(loop, BLOCK_N=wide, num_stages=3)
     elif loop.widens and page_size % loop.BLOCK_N:
         loop = replace(loop, num_stages=min(loop.num_stages, 3))
-    # Two sizes only: each is a kernel of its own, and absent splits cost no memory traffic.
-    reduce_splits = 16 if num_splits <= 16 else 64
+    # Two sizes only, whatever the length: each is a kernel of its own.
+    longest = _choose_splits(programs, MAX_SPLITS, WHOLE_KEYS + 1, device, {})
+    reduce_splits = FEW_SPLITS if max(num_splits, longest) <= FEW_SPLITS else MANY_SPLITS
+    waits = device.pdl and stored is None and D + Dv <= 256
     return DecodeConfig(
         BLOCK_M=BLOCK_M,
         BLOCK_N=loop.BLOCK_N,
@@ -339,7 +350,9 @@ def choose_config(
         num_stages=loop.num_stages,
         reduce_splits=min(reduce_splits, max(REDUCE_ELEMENTS // next_power_of_2(Dv), 1)),
         pdl=device.pdl,
-        early=device.pdl and stored is None and D + Dv <= 256 and keys > EARLY_KEYS,
+        waits=waits,
+        early=waits and keys > EARLY_KEYS,
+        splits_later=not plan_rows and num_splits == 1 < longest,
         plan_rows=plan_rows,
         processors=device.processors,
         max_registers=loop.registers if device.cuda else 0,

@@ -452,13 +452,13 @@ def _decode_kernel(
     BLOCK_N: tl.constexpr,
     PAGE_SIZE: tl.constexpr,  # or 0
     LIKE_K: tl.constexpr,  # pages of v have the strides of those of k
-    PDL: tl.constexpr,  # there is a reduction, which may be launched early
-    EARLY: tl.constexpr,  # so was this kernel
+    PDL: tl.constexpr,  # the kernel after this one, a reduction or a later call, may start early
+    WAITS: tl.constexpr,  # so may this one
 ):
     if PDL:
-        # Lets the reduction be launched now; it waits there until this kernel has finished.
+        # Lets what follows be launched now; it waits there until this kernel has finished.
         tl.extra.cuda.gdc_launch_dependents()
-    if EARLY:
+    if WAITS:
         # The kernel before this one may not have finished, and what is read here may come from it.
         tl.extra.cuda.gdc_wait()
 

@@ -5,6 +5,7 @@ earlier one only fills in its tensors. Compiled variants are kept for all plans 
 Triton's own look-up, which costs more than a short kernel runs.
 """
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,13 @@ from triton.runtime.errors import OutOfResources
 
 from flexdecode.kernels.arguments import NO_MOD, NOT_QUANTIZED, Arguments
 from flexdecode.kernels.call import Codes, DecodeCall
-from flexdecode.kernels.configs import MIN_TILE, DecodeConfig, next_power_of_2, split_dim
+from flexdecode.kernels.configs import (
+    MIN_TILE,
+    WHOLE_KEYS,
+    DecodeConfig,
+    next_power_of_2,
+    split_dim,
+)
 from flexdecode.kernels.decode import _decode_kernel
 from flexdecode.kernels.layout import Layout
 from flexdecode.kernels.reduce import _reduce_kernel
@@ -28,44 +35,111 @@ _compiled: dict[tuple[Any, ...], Any] = {}
 
 
 class Launch:
-    """One kernel of a plan: its grid, compile-time constants and options."""
+    """One kernel of a plan: its grid, compile-time constants and options.
+
+    Where the options hold ``launch_pdl``, the kernel may start before the one before it has ended,
+    if it is `early`. The compiled kernel is the same either way.
+    """
 
     def __init__(
-        self, kernel: Any, programs: int, constants: dict[str, Any], options: dict[str, Any]
+        self,
+        kernel: Any,
+        programs: int,
+        constants: dict[str, Any],
+        options: dict[str, Any],
+        early: bool = True,
     ) -> None:
         self.kernel = kernel
         self.grid = (programs, 1, 1)
         self.constants = constants
         self.options = options
+        self.early = early
         self.values = tuple(constants.values())
-        self.variants: dict[Any, Any] = _compiled.setdefault(
-            (kernel, self.values, tuple(options.items())), {}
+        self.variants: dict[Any, _Variant] = _compiled.setdefault(
+            (kernel, self.values, tuple(options.items()), early), {}
         )
 
     def __call__(self, key: tuple[Any, ...], arguments: Sequence[Any]) -> None:
         """Launch; `key` tells apart what Triton would compile apart."""
         variant = self.variants.get(key)
-        if variant is not None:
-            hooks = knobs.runtime
-            if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # of a profiler
-                variant[self.grid](*arguments, *self.values)
-                return
-            stream = driver.active.get_current_stream(driver.active.get_current_device())
-            variant.run(
-                *self.grid,
-                stream,
-                variant.function,
-                variant.packed_metadata,
-                *(None, None, None),  # metadata for hooks, and the hooks
-                *arguments,
-                *self.values,
-            )
+        if variant is None:
+            self._keep(key, self._run(arguments, warmup=False))
             return
-        variant = self.kernel.run(
-            *arguments, grid=self.grid, warmup=False, **self.constants, **self.options
+        compiled = variant.compiled
+        hooks = knobs.runtime
+        if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # of a profiler
+            compiled[self.grid](*arguments, *self.values)
+            return
+        run = variant.run
+        if run is None:
+            run = variant.run = _launcher(compiled, self.early)
+        stream = driver.active.get_current_stream(driver.active.get_current_device())
+        run(
+            *self.grid,
+            stream,
+            compiled.function,
+            compiled.packed_metadata,
+            *(None, None, None),  # metadata for hooks, and the hooks
+            *arguments,
+            *self.values,
         )
-        if hasattr(variant, "metadata"):  # the interpreter has nothing to keep
-            self.variants[key] = variant
+
+    def prepare(self, key: tuple[Any, ...], arguments: Sequence[Any]) -> None:
+        """Compile what a launch with these arguments will run, and run nothing."""
+        if key not in self.variants:
+            self._keep(key, self._run(arguments, warmup=True))
+
+    def _run(self, arguments: Sequence[Any], warmup: bool) -> Any:
+        return self.kernel.run(
+            *arguments, grid=self.grid, warmup=warmup, **self.constants, **self.options
+        )
+
+    def _keep(self, key: tuple[Any, ...], compiled: Any) -> None:
+        if hasattr(compiled, "metadata"):  # the interpreter has nothing to keep
+            self.variants[key] = _Variant(compiled)
+
+
+@dataclass(frozen=True, eq=False)
+class BoundLaunch:
+    """A launch with its arguments, to be made as often as wanted.
+
+    Attributes
+    ----------
+    launch : Launch
+    kinds : tuple
+        What Triton compiles apart, but for the addresses of what a mod captures.
+    arguments : sequence
+    mod : tuple of Tensor and float
+        Arguments of a mod.
+    """
+
+    launch: Launch
+    kinds: tuple[Any, ...]
+    arguments: Sequence[Any]
+    mod: tuple[Any, ...] = ()
+
+    def __call__(self) -> None:
+        """Launch."""
+        aligned = [x.data_ptr() & 15 == 0 for x in self.mod if type(x) is not float]
+        self.launch((self.kinds, *aligned), self.arguments)
+
+
+class _Variant:
+    """A compiled kernel, and what launches it; the device has it from the first launch on."""
+
+    __slots__ = ("compiled", "run")
+
+    def __init__(self, compiled: Any) -> None:
+        self.compiled = compiled
+        self.run: Any = None
+
+
+def _launcher(compiled: Any, early: bool) -> Any:
+    run = compiled.run
+    if not early and getattr(run, "launch_pdl", False):
+        run = copy.copy(run)
+        run.launch_pdl = False
+    return run
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,12 +255,13 @@ def make_plan(call: DecodeCall, config: DecodeConfig) -> Plan:
             "BLOCK_N": config.BLOCK_N,
             "PAGE_SIZE": call.page_size,
             "LIKE_K": call.page_size > 0 and (outer_k[0], outer_k[2]) == (outer_v[0], outer_v[2]),
-            "PDL": config.pdl and several,
-            "EARLY": config.early,
+            "PDL": config.pdl,
+            "WAITS": config.waits,
         },
         {"num_warps": config.num_warps, "num_stages": config.num_stages}
         | ({"maxnreg": config.max_registers} if config.max_registers else {})
-        | ({"launch_pdl": True} if config.early else {}),
+        | ({"launch_pdl": True} if config.waits else {}),
+        config.early,
     )
     wide = call.partial_dtype == torch.float64
     reduce = Launch(
@@ -274,7 +349,8 @@ def decode(call: DecodeCall, config: DecodeConfig) -> tuple[Plan, Arguments | No
     while True:
         plan = make_plan(call, config)
         try:
-            return plan, run_plan(plan, call)
+            arguments = run_plan(plan, call)
+            break
         except OutOfResources:
             if config.num_stages > 1:
                 config = replace(config, num_stages=config.num_stages - 1)
@@ -282,6 +358,9 @@ def decode(call: DecodeCall, config: DecodeConfig) -> tuple[Plan, Arguments | No
                 config = replace(config, BLOCK_N=config.BLOCK_N // 2)
             else:
                 raise
+    if config.splits_later and call.capacity > WHOLE_KEYS and arguments is not None:
+        Arguments(make_plan(call, replace(config, num_splits=2)), call).prepare()
+    return plan, arguments
 
 
 def outer_strides(x: Tensor) -> tuple[int, ...]:

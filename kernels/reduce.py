@@ -4,6 +4,7 @@
 import triton
 import triton.language as tl
 
+from flexdecode.kernels.configs import FEW_SPLITS
 from flexdecode.kernels.tiles import (
     cdiv,
     count_units,
@@ -15,6 +16,7 @@ from flexdecode.kernels.tiles import (
 )
 from flexdecode.kernels.worklist import items_of, plan_items, share_of
 
+FEW = tl.constexpr(FEW_SPLITS)
 RUN_TIME = (
     "parts stride_ob stride_oh stride_ol stride_kv_len stride_kv_start stride_tb stride_th kv_len "
     "Hkv G Lq Lkv "
@@ -26,10 +28,47 @@ ANY_ADDRESS = (
 ).split()
 
 
+@triton.jit
+def join(
+    carry,  # (maximum in log2 [1], sum [1], output [1, BLOCK_DV]) so far
+    acc_ptr,
+    parts,
+    first_part,
+    stride_part,
+    start,
+    working,  # partial results of the row
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Fold in the partial results from `start` on, SPLITS of them at the most."""
+    m_i, l_i, acc = carry
+    m_ptr = acc_ptr + parts * DV
+    l_ptr = m_ptr + parts
+    offs_d = tl.arange(0, BLOCK_DV)
+    split = start + tl.arange(0, SPLITS)
+    written = split < working  # [SPLITS]
+    part = first_part + split * stride_part
+    m = tl.load(m_ptr + part, mask=written, other=float("-inf"))
+    l = tl.load(l_ptr + part, mask=written, other=0.0)
+    tile = tl.load(
+        acc_ptr + part[:, None] * DV + offs_d[None, :],
+        mask=written[:, None] & (offs_d < DV)[None, :],
+        other=0.0,
+    )  # [SPLITS, BLOCK_DV]
+    m_new = tl.maximum(m_i, tl.max(m, 0, keep_dims=True))  # [1]
+    m_safe = finite_or_zero(m_new)
+    alpha = tl.math.exp2(m_i - m_safe)
+    weight = tl.math.exp2(m - m_safe)  # [SPLITS]
+    l_i = l_i * alpha + tl.sum(l * weight, 0, keep_dims=True)
+    acc = acc * alpha[:, None] + tl.sum(tile * weight[:, None], 0, keep_dims=True)
+    return m_new, l_i, acc
+
+
 # Legend: B sequences, Hq = Hkv * G query heads, G of them to a KV head, Lq query rows, DV the
 # head dim of values. A program owns one row (b, h, i) of the output; it takes SPLITS partial
-# results at a time, and only those that exist: it works out the shares of the row's blocks as the
-# decode kernel did.
+# results at a time, FEW where there are no more, and only those that exist: it works out the shares
+# of the row's blocks as the decode kernel did.
 @triton.jit(do_not_specialize=RUN_TIME, do_not_specialize_on_alignment=ANY_ADDRESS)
 def _reduce_kernel(
     acc_ptr,  # [parts, DV] float32 or float64, then m in log2 and l, [parts] each
@@ -131,31 +170,24 @@ def _reduce_kernel(
             return
 
     # -- join them ----
-    m_ptr = acc_ptr + parts * DV
-    l_ptr = m_ptr + parts
-    offs_s = tl.arange(0, SPLITS)
-    offs_d = tl.arange(0, BLOCK_DV)
     PARTIAL: tl.constexpr = acc_ptr.dtype.element_ty
-    m_i = tl.full((1,), float("-inf"), PARTIAL)
-    l_i = tl.zeros((1,), PARTIAL)
-    acc = tl.zeros((1, BLOCK_DV), PARTIAL)
-    for start in tl.range(0, loop_bound(working), SPLITS):
-        written = start + offs_s < working  # [SPLITS]
-        part = first_part + (start + offs_s) * stride_part
-        m = tl.load(m_ptr + part, mask=written, other=float("-inf"))
-        l = tl.load(l_ptr + part, mask=written, other=0.0)
-        tile = tl.load(
-            acc_ptr + part[:, None] * DV + offs_d[None, :],
-            mask=written[:, None] & (offs_d < DV)[None, :],
-            other=0.0,
-        )  # [SPLITS, BLOCK_DV]
-        m_new = tl.maximum(m_i, tl.max(m, 0, keep_dims=True))  # [1]
-        m_safe = finite_or_zero(m_new)
-        alpha = tl.math.exp2(m_i - m_safe)
-        weight = tl.math.exp2(m - m_safe)  # [SPLITS]
-        l_i = l_i * alpha + tl.sum(l * weight, 0, keep_dims=True)
-        acc = acc * alpha[:, None] + tl.sum(tile * weight[:, None], 0, keep_dims=True)
-        m_i = m_new
+    carry = (
+        tl.full((1,), float("-inf"), PARTIAL),
+        tl.zeros((1,), PARTIAL),
+        tl.zeros((1, BLOCK_DV), PARTIAL),
+    )
+    first = 0
+    if FEW < SPLITS:
+        if working <= FEW:  # what is not there would take time as well
+            carry = join(
+                carry, acc_ptr, parts, first_part, stride_part, 0, working, DV, BLOCK_DV, FEW
+            )
+            first = working
+    for start in tl.range(loop_bound(first), loop_bound(working), SPLITS):
+        carry = join(
+            carry, acc_ptr, parts, first_part, stride_part, start, working, DV, BLOCK_DV, SPLITS
+        )
+    m_i, l_i, acc = carry
 
     # -- close the softmax ----
     sink = None
@@ -163,6 +195,7 @@ def _reduce_kernel(
         sink = tl.load(sinks_ptr + head + tl.arange(0, 1))
     factor, lse, m = finish_rows(m_i, l_i, sink)
     out = (acc * factor[:, None]).to(tl.float32)
+    offs_d = tl.arange(0, BLOCK_DV)
     out_ptrs = (
         out_ptr + (table_b * stride_ob + head * stride_oh + row * stride_ol) + offs_d[None, :]
     )

@@ -20,7 +20,11 @@ import triton.language as tl
 
 from flexdecode.kernels.call import BlockTables, DecodeCall, Mod
 from flexdecode.kernels.configs import (
+    FEW_SPLITS,
     INTERPRETED,
+    MANY_SPLITS,
+    MIN_SHARE,
+    WHOLE_KEYS,
     Device,
     Stored,
     choose_config,
@@ -499,6 +503,21 @@ def test_more_splits_than_units_leave_no_trace():
         torch.testing.assert_close(out[0, 0, 0], expected, rtol=0, atol=1e-5)
 
 
+@needs_kernels
+def test_few_and_many_partial_results_are_joined():
+    """A reduction that takes 64 at a time takes a few in another way."""
+    v = torch.randn(1, 1, 6000, 16, device=DEVICE)
+    q = torch.zeros(1, 1, 1, 16, device=DEVICE)
+    for working in (1, 2, FEW_SPLITS, FEW_SPLITS + 1, MANY_SPLITS, MANY_SPLITS + 1, 70):
+        kv_len = working * MIN_SHARE * 32 - 3  # the loop takes 32 keys at a time
+        out, lse = torch.empty_like(q), torch.empty(1, 1, 1, device=DEVICE)
+        call = DecodeCall(q, torch.zeros_like(v), v, out, scale=1.0, kv_len=kv_len, lse=lse)
+        launch(call, 70)
+        expected = v[0, 0, :kv_len].double().mean(0)
+        torch.testing.assert_close(out[0, 0, 0].double(), expected, rtol=0, atol=1e-5)
+        assert lse.item() == pytest.approx(math.log(kv_len), abs=1e-5)
+
+
 @pytest.mark.gpu
 def test_offsets_beyond_two_to_the_31():
     stride = 1 << 17  # elements between tokens: 20,000 of them pass 2**31
@@ -613,6 +632,18 @@ def test_splits_fill_the_device_and_no_more():
     assert choose(B=16).num_splits == 1
     assert choose(keys=64).num_splits == 1
     assert choose(Lq=4).num_splits == choose(Lq=1).num_splits
+
+
+@pytest.mark.parametrize("Hkv", [1, 8, 128])
+def test_longer_rows_take_the_same_kernels(Hkv):
+    configs = [choose(keys=2**power, Hkv=Hkv) for power in range(21)]
+    changing = ("num_splits", "early", "splits_later")
+    assert len({repr(replace(c, **dict.fromkeys(changing))) for c in configs}) == 1
+    assert [c.early for c in configs] == [2**power > 4096 for power in range(21)]
+    several = [c.num_splits > 1 for c in configs]
+    assert several == [2**power > WHOLE_KEYS and Hkv < 128 for power in range(21)]
+    # A reduction that is needed later is known from the first row on.
+    assert [c.splits_later for c in configs] == [Hkv < 128 and not each for each in several]
 
 
 @pytest.mark.parametrize(

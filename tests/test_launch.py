@@ -1,0 +1,80 @@
+"""Launching compiled kernels without Triton's look-up, and compiling them beforehand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from flexdecode.kernels import launch as launching
+from flexdecode.kernels.launch import BoundLaunch, Launch
+
+
+class Launcher:
+    """What a compiled kernel is launched with, as Triton makes it; it notes what it did."""
+
+    def __init__(self) -> None:
+        self.launch_pdl = True
+        self.launched: list[Any] = []
+
+    def __call__(self, x: int, y: int, z: int, *rest: Any) -> None:
+        self.launched.append(((x, y, z), self.launch_pdl, rest[-2:]))
+
+
+class Kernel:
+    """A kernel that compiles to nothing, and counts how often."""
+
+    def __init__(self) -> None:
+        self.compiled: list[bool] = []
+        self.run_by = Launcher()
+
+    def run(self, *arguments: Any, grid: Any, warmup: bool, **constants: Any) -> Any:
+        self.compiled.append(warmup)
+        return SimpleNamespace(metadata=1, function=2, packed_metadata=3, run=self.run_by)
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    active = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 0)
+    monkeypatch.setattr(launching, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(launching, "_compiled", {})
+    return Kernel()
+
+
+def test_a_kernel_is_asked_for_once(kernel: Kernel) -> None:
+    for programs in (5, 6):
+        Launch(kernel, programs, {"C": 8}, {})(("key",), [1])
+    assert kernel.compiled == [False]
+    assert kernel.run_by.launched == [((6, 1, 1), True, (1, 8))]
+    Launch(kernel, 5, {"C": 8}, {})(("other",), [1])
+    Launch(kernel, 5, {"C": 9}, {})(("key",), [1])
+    assert kernel.compiled == [False] * 3
+
+
+def test_what_is_prepared_is_not_launched(kernel: Kernel) -> None:
+    launch = Launch(kernel, 5, {}, {})
+    launch.prepare(("key",), [1])
+    launch.prepare(("key",), [1])
+    assert kernel.compiled == [True] and kernel.run_by.launched == []
+    launch(("key",), [7, 8])
+    assert kernel.compiled == [True] and kernel.run_by.launched == [((5, 1, 1), True, (7, 8))]
+
+
+def test_one_kernel_starts_early_and_late(kernel: Kernel) -> None:
+    """The attribute of a launch belongs to the call, not to the compiled kernel."""
+    for early in (True, False, True, False):
+        Launch(kernel, 1, {}, {"launch_pdl": True}, early)((), [1, 2])
+    launched = kernel.run_by.launched  # a copy of the launcher shares the list
+    assert [early for _, early, _ in launched] == [True, False] and kernel.run_by.launch_pdl
+
+
+def test_other_addresses_are_other_variants(kernel: Kernel) -> None:
+    memory = torch.zeros(64)
+    launch = Launch(kernel, 1, {}, {})
+    for captured in (memory, memory[4:], memory[1:]):
+        BoundLaunch(launch, ("kind",), [0, 0], (captured, 1.0))()
+    assert len(kernel.compiled) == 2
