@@ -76,13 +76,11 @@ def lower(traced: Traced, flavour: Flavour) -> tuple[Any, tuple[Any, ...]]:
         The same object for every mod of this structure.
     args : tuple of Tensor and float
         Captures and numbers. Integers travel as floats of 16 bits each, since Triton would compile
-        anew for an integer that becomes 1 or a multiple of 16.
+        anew for an integer that becomes 1 or a multiple of 16; and captures from the last multiple
+        of 16 bytes on, since it would for an address that is none.
     """
-    # What requires grad is passed detached, and may be given other data (``parameter.data = ...``).
-    views = [
-        (tensor.shape, tensor.stride(), tensor.data_ptr() if tensor.requires_grad else None)
-        for tensor in traced.captures
-    ]
+    # Captures may be given other data (``parameter.data = ...``), and some are passed as views.
+    views = [(tensor.shape, tensor.stride(), tensor.data_ptr()) for tensor in traced.captures]
     earlier = traced.lowered.get(flavour)
     if earlier is not None and earlier[0] == views:
         return earlier[1]  # type: ignore[no-any-return]
@@ -95,7 +93,7 @@ def lower(traced: Traced, flavour: Flavour) -> tuple[Any, tuple[Any, ...]]:
         else:
             _append_whole(args, int(value), is_wide)
     for tensor, layout in zip(traced.captures, layouts, strict=True):
-        args.append(tensor.detach() if tensor.requires_grad else tensor)
+        args += _from_boundary(tensor.detach() if tensor.requires_grad else tensor)
         for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
             _append_whole(args, size, layout.wide)
             if dim < tensor.dim() - 1 or not layout.contiguous:
@@ -166,7 +164,7 @@ def show_code(mod: Callable[..., Any], flavour: Flavour = "cuda") -> str:
 def _layout(tensor: Tensor) -> _Layout:
     dims = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     reach = sum((size - 1) * abs(stride) for size, stride in dims) if dims else 0
-    contiguous = not dims or dims[-1][1] == 1 or dims[-1][0] <= 1
+    contiguous = not dims or dims[-1][1] == 1
     wide = reach >= POSITION_LIMIT or any(max(dim) >= POSITION_LIMIT for dim in dims)
     return _Layout(str(tensor.dtype).removeprefix("torch."), contiguous, wide)
 
@@ -181,6 +179,18 @@ def _append_whole(args: list[Any], value: int, wide: bool) -> None:
         ]
     else:
         args += [float(value >> 16), float(value & 0xFFFF)]
+
+
+def _from_boundary(tensor: Tensor) -> tuple[Tensor, float]:
+    """`tensor` moved back to an address that 16 divides, and by how many elements."""
+    bytes_after = tensor.data_ptr() % 16
+    back = bytes_after // tensor.element_size()
+    first = tensor.storage_offset() - back
+    if back * tensor.element_size() != bytes_after or first < 0:
+        return tensor, 0.0  # a kernel of its own: its memory begins at an odd address
+    if back:
+        tensor = tensor.as_strided(tensor.shape, tensor.stride(), first)
+    return tensor, float(back)
 
 
 class _Keyed:
@@ -286,7 +296,8 @@ class _Printer:
         spec, layout = self.graph.captures[slot], self.layouts[slot]
         own = spec.name if spec.name.isidentifier() and spec.name.isascii() else "captured"
         name = f"{own}_{slot}"
-        self._line(name, self._take(1)[0])
+        start, back = self._take(2)
+        self._line(name, f"{start} + tl.cast({back}, tl.int32)")
         sizes, strides = [], []
         for dim in range(spec.rank):
             sizes.append(f"{name}_n{dim}")

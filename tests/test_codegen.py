@@ -45,8 +45,10 @@ def flavours():
 
 @pytest.mark.skipif(not RUNS_KERNELS, reason="needs a GPU or TRITON_INTERPRET=1")
 @pytest.mark.parametrize("kind", ["mask", "score"])
+@pytest.mark.parametrize("shift", [0, 3])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of log(0) in unused lanes
-def test_printed_mods_equal_evaluation(kind):
+def test_printed_mods_equal_evaluation(kind, shift):
+    """Captured tensors may begin anywhere in their memory."""
     device = "cpu" if INTERPRETED else "cuda"
     cases = mod_cases.masks() if kind == "mask" else mod_cases.scores()
     score = torch.randn(4, 64)
@@ -58,8 +60,10 @@ def test_printed_mods_equal_evaluation(kind):
             q_idx = (torch.arange(4)[:, None] * 11 + 2) % 40
             kv_idx = torch.arange(64)[None, :]
             expected = evaluate(traced, 1, h, q_idx, kv_idx, score).expand(4, 64).float()
-            there = tuple(capture.to(device) for capture in traced.captures)
+            there = tuple(placed(capture.to(device), shift) for capture in traced.captures)
             function, args = lower(dataclasses.replace(traced, captures=there), flavour)
+            aligned = [x.data_ptr() % 16 == 0 for x in args if isinstance(x, torch.Tensor)]
+            assert len(aligned) == len(there) and all(aligned)
             out = torch.full((4, 64), float("nan"), device=device)
             _apply_kernel[(1,)](out, score.to(device), 1, function, kind == "mask", args)
             got = out.cpu()[:3, :40]
@@ -72,6 +76,13 @@ def test_printed_mods_equal_evaluation(kind):
             if not close:
                 wrong.append((name, flavour, (got - expected[:3, :40]).abs().max().item()))
     assert not wrong
+
+
+def placed(x, shift):
+    """`x` with its strides, `shift` elements behind the start of some memory."""
+    reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    memory = torch.zeros(shift + reach + 1, dtype=x.dtype, device=x.device)
+    return memory.as_strided(x.shape, x.stride(), shift).copy_(x)
 
 
 @pytest.mark.skipif(RUNS_KERNELS, reason="runs in this process already")
@@ -92,6 +103,33 @@ def test_numbers_and_fresh_closures_share_one_function():
 
     functions = {id(lower(trace(window(n), "mask"), "cuda")[0]) for n in (1, 16, 100, 1024)}
     assert len(functions) == 1
+
+
+def above_three(captured):
+    return lambda b, h, q_idx, kv_idx: captured[kv_idx] > 3
+
+
+def test_views_of_a_tensor_share_one_kernel():
+    """Neither where a view begins nor its length is anything that Triton compiles apart."""
+    ids = torch.arange(100)
+    made = set()
+    for first, length in ((0, 1), (1, 1), (3, 16), (4, 40), (7, 0)):
+        view = ids[first:][:length]
+        function, args = lower(trace(above_three(view), "mask"), "cuda")
+        made.add((id(function), args[0].data_ptr() % 16))
+        back = int(args[1])
+        assert args[0].data_ptr() + back * 8 == view.data_ptr() and args[0].shape == view.shape
+    assert len(made) == 1
+
+
+def test_memory_at_an_odd_address_is_passed_as_it_is():
+    """There is nothing before it that could be named."""
+    words = torch.frombuffer(bytearray(200), dtype=torch.int16)
+    odd = torch.frombuffer(bytearray(200), dtype=torch.int16, offset=2)
+    assert words.data_ptr() % 16 != odd.data_ptr() % 16
+    for view in (words, odd):
+        _, args = lower(trace(above_three(view), "mask"), "cuda")
+        assert args[0].data_ptr() + int(args[1]) * 2 == view.data_ptr()
 
 
 def test_integers_travel_exactly():
