@@ -7,7 +7,7 @@ from typing import Any
 
 __all__ = ["compile_count"]
 
-_KERNEL_MODULES = ("decode", "reduce", "tables", "interval_tables")
+_KERNELS = "flexdecode.kernels."
 
 
 def compile_count() -> int:
@@ -33,12 +33,11 @@ def compile_count() -> int:
 
 def _kernels() -> list[Any]:
     found = []
-    for name in _KERNEL_MODULES:
-        module = sys.modules.get(f"flexdecode.kernels.{name}")
-        for value in vars(module).values() if module else ():
+    for name, module in list(sys.modules.items()):
+        if name.startswith(_KERNELS):
             # Helpers that a module imports belong to the module that defines them.
-            if hasattr(value, "device_caches") and value.__module__ == f"flexdecode.kernels.{name}":
-                found.append(value)
+            own = [x for x in vars(module).values() if getattr(x, "__module__", None) == name]
+            found += [x for x in own if hasattr(x, "device_caches")]
     return found
 
 

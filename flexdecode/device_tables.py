@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
+    from flexdecode.kernels.launch import BoundLaunch
     from flexdecode.kernels.tables import TableBuffers
     from flexdecode.tables import Extent, Tables
     from flexdecode.trace import Traced
@@ -67,18 +68,44 @@ def build_device_tables(mask: Traced, extent: Extent) -> Tables:
 def update_device_tables(mask: Traced, extent: Extent, tables: Tables) -> None:
     """Overwrite tables that `build_device_tables` made for an extent of these sizes.
 
-    Lists united for key heads follow: two launches in all, or one.
+    Lists united for key heads follow: two launches in all, or one. They are kept, and made again as
+    they are until the mask, the extent or the number of united lists is another.
     """
+    kernels = _kernels()
+    mask = kernels.captures_moved(mask, extent.device)
+    arguments = kernels.lowered(mask, extent.device)[1]
+    kept: _Update | None = tables.laid_out.get("update")
+    if kept is not None and kept.holds(arguments, extent, tables):
+        with _on(extent.device):
+            for launch in kept.launches:
+                launch()
+        return
     own = tables.laid_out.get("buffers")
     if own is None:  # the same tensors in another object
-        own = tables.laid_out["buffers"] = _kernels().TableBuffers(
+        own = tables.laid_out["buffers"] = kernels.TableBuffers(
             tables.states,
             tables.kv_num_blocks,
             tables.kv_indices,
             tables.full_kv_num_blocks,
             tables.full_kv_indices,
         )
-    _fill(mask, extent, own, tuple(tables.unions.values()))
+    launches = _fill(mask, extent, own, tuple(tables.unions.values()))
+    tables.laid_out["update"] = _Update(arguments, extent, len(tables.unions), launches)
+
+
+@dataclass(frozen=True, eq=False)
+class _Update:
+    """Launches of an update, and what they were made for."""
+
+    arguments: tuple[Any, ...]  # of the mask
+    extent: Extent
+    unions: int
+    launches: list[BoundLaunch]
+
+    def holds(self, arguments: tuple[Any, ...], extent: Extent, tables: Tables) -> bool:
+        """True where the same launches would be made."""
+        same = self.arguments is arguments and self.extent is extent
+        return same and self.unions == len(tables.unions)
 
 
 def build_compact_device_tables(mask: Traced, extent: Extent) -> Tables:
@@ -155,10 +182,10 @@ def order_lists(tables: Tables, Hkv: int) -> TableBuffers:
     states = table_states(tables) if tables.states is None else tables.states
     B, heads, nQ, nKV = states.shape
     buffers = kernels.TableBuffers.empty(B, min(heads, Hkv), nQ, nKV, states.device, states=False)
-    buffers = dataclasses.replace(buffers, state=states.clamp(max=PARTIAL))
+    buffers = replace(buffers, state=states.clamp(max=PARTIAL))
     with _on(states.device):
         kernels.launch_compact(buffers)
-    lists: TableBuffers = dataclasses.replace(buffers, state=states)
+    lists: TableBuffers = replace(buffers, state=states)
     return lists
 
 
@@ -186,7 +213,7 @@ def unite_heads(tables: Tables, Hkv: int) -> TableBuffers:
     if union is None:
         states = table_states(tables) if tables.states is None else tables.states
         B, _, nQ, nKV = states.shape
-        union = dataclasses.replace(
+        union = replace(
             kernels.TableBuffers.empty(B, Hkv, nQ, nKV, states.device, states=False), state=states
         )
         kernels.launch_compact(union)
@@ -197,16 +224,15 @@ def unite_heads(tables: Tables, Hkv: int) -> TableBuffers:
 
 def _fill(
     mask: Traced, extent: Extent, buffers: TableBuffers, unions: Sequence[TableBuffers]
-) -> None:
-    """Write states and lists, by the way that takes less time."""
+) -> list[BoundLaunch]:
+    """Write states and lists, by the way that takes less time; return what was launched."""
     kernels = _kernels()
     with _on(extent.device):
         if _gains_by_intervals(extent):
-            _decide(mask, extent, buffers.state, 0)
-            kernels.launch_compact(buffers, unions)
-            return
-        mod = kernels.lowered(mask, extent.device)
-        kernels.launch_tables(mod, buffers, unions=unions, **_positions(extent))
+            decided = _decide(mask, extent, buffers.state, 0)
+            return [*decided, *kernels.launch_compact(buffers, unions)]
+        mod = kernels.Mod(*kernels.lowered(mask, extent.device))
+        return list(kernels.launch_tables(mod, buffers, unions=unions, **_positions(extent)))
 
 
 def _gains_by_intervals(extent: Extent) -> bool:
@@ -215,17 +241,18 @@ def _gains_by_intervals(extent: Extent) -> bool:
     return height >= _TALL_BLOCK and elements >= _MANY_ELEMENTS
 
 
-def _decide(mask: Traced, extent: Extent, state: torch.Tensor, first_row: int) -> None:
+def _decide(mask: Traced, extent: Extent, state: torch.Tensor, first_row: int) -> list[BoundLaunch]:
     """Write the states of the rows of blocks from `first_row` on that `state` holds."""
     kernels = _kernels()
-    kernels.launch_intervals(
-        kernels.lowered(mask, extent.device),
+    launches: list[BoundLaunch] = kernels.launch_intervals(
+        kernels.Mod(*kernels.lowered(mask, extent.device)),
         kernels.lower_intervals(mask),
         state,
         shape=(extent.table_batch(), extent.H, *extent.num_blocks()),
         first_row=first_row,
         **_positions(extent),
     )
+    return launches
 
 
 def _positions(extent: Extent) -> dict[str, Any]:
@@ -261,10 +288,10 @@ def _kernels() -> Any:
     from flexdecode.kernels import interval_tables, tables
     from flexdecode.kernels.call import Mod
 
-    def lowered(mask: Traced, device: torch.device) -> Mod:
+    def lowered(mask: Traced, device: torch.device) -> tuple[Any, tuple[Any, ...]]:
         on_gpu = device.type == "cuda"
         flavour: Flavour = "interpret" if not on_gpu else "hip" if torch.version.hip else "cuda"
-        return Mod(*lower(captures_moved(mask, device), flavour))
+        return lower(captures_moved(mask, device), flavour)
 
     return SimpleNamespace(
         TableBuffers=tables.TableBuffers,
@@ -274,6 +301,8 @@ def _kernels() -> Any:
         launch_intervals=interval_tables.launch_intervals,
         lower_intervals=lower_intervals,
         lowered=lowered,
+        captures_moved=captures_moved,
+        Mod=Mod,
     )
 
 

@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexdecode.kernels.call import Mod, vector_stride
+from flexdecode.kernels.call import Mod, dtype_of, vector_stride
 from flexdecode.kernels.configs import ceil_div, next_power_of_2
+from flexdecode.kernels.launch import BoundLaunch, Launch
 from flexdecode.kernels.tiles import load_kv_len, load_q_offset, load_query_tile, loop_bound
 
 LANES = 64  # blocks, or chunks, evaluated at a time
@@ -204,7 +205,7 @@ def launch_intervals(
     kv_start: Tensor | None = None,
     tiles: Tensor | None = None,
     lanes: int = LANES,
-) -> None:
+) -> list[BoundLaunch]:
     """Fill `state` with the block states of some rows of blocks.
 
     Parameters
@@ -224,9 +225,14 @@ def launch_intervals(
         As in `tables.launch_tables`.
     lanes : int, a power of two
         Blocks evaluated at a time; another number is another kernel.
+
+    Returns
+    -------
+    list of BoundLaunch
+        What was launched, to be launched again.
     """
     if state.numel() == 0:
-        return
+        return []
     _, heads, nQ, nKV = shape
     rows = state.numel() // nKV
     BLOCK_Q, KV_BLOCK = BLOCK_SIZE
@@ -238,7 +244,28 @@ def launch_intervals(
     kv_len_ptr, stride_kv_len, kv_len_int = vector_stride(kv_len)
     kv_start_ptr, stride_kv_start, _ = vector_stride(kv_start)
     q_offset_ptr, stride_q_offset, q_offset_int = vector_stride(q_offset)
-    _interval_kernel[(rows * groups * shares,)](
+    launch = Launch(
+        _interval_kernel,
+        rows * groups * shares,
+        {
+            "MASK_MOD": mask.fn,
+            "INTERVALS": intervals,
+            "DERIVE_OFFSET": q_offset is None,
+            "KV_BLOCK": KV_BLOCK,
+            "KV_TILE": KV_TILE,
+            "ROWS": max(1, TILE // KV_TILE),
+            "LANES": lanes,
+        },
+        {},
+    )
+    kinds = (
+        dtype_of(kv_len_ptr),
+        dtype_of(kv_start_ptr),
+        dtype_of(q_offset_ptr),
+        tiles is None,
+        state.device.index,
+    )
+    arguments = (
         state,
         kv_len_ptr,
         stride_kv_len,
@@ -261,11 +288,7 @@ def launch_intervals(
         shares,
         2 * max(min(BLOCK_Q, Lq), KV_BLOCK),
         mask.args,
-        MASK_MOD=mask.fn,
-        INTERVALS=intervals,
-        DERIVE_OFFSET=q_offset is None,
-        KV_BLOCK=KV_BLOCK,
-        KV_TILE=KV_TILE,
-        ROWS=max(1, TILE // KV_TILE),
-        LANES=lanes,
     )
+    bound = BoundLaunch(launch, kinds, arguments, mask.args)
+    bound()
+    return [bound]

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexdecode.kernels.launch import Launch
 from flexdecode.kernels.tiles import cdiv, loop_bound
 
 CHUNK = 1024  # sequences, or tiles, at a time
@@ -77,13 +78,16 @@ def write_query_tiles(tiles: Tensor, cu_seqlens_q: Tensor, total_q: int, BLOCK_Q
         Most queries of a tile.
     """
     sequences = cu_seqlens_q.shape[0] - 1
-    _query_tiles_kernel[(sequences + 1,)](
-        tiles,
-        cu_seqlens_q,
-        cu_seqlens_q.stride(0),
-        sequences,
-        total_q,
-        tiles.shape[1],
-        BLOCK_Q,
-        C=CHUNK,
+    launch = Launch(_query_tiles_kernel, sequences + 1, {"C": CHUNK}, {})
+    launch(
+        (cu_seqlens_q.dtype, tiles.device.index),
+        (
+            tiles,
+            cu_seqlens_q,
+            cu_seqlens_q.stride(0),
+            sequences,
+            total_q,
+            tiles.shape[1],
+            BLOCK_Q,
+        ),
     )

@@ -8,14 +8,16 @@ inside a CUDA graph, from lengths that change between replays. The dense mask is
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexdecode.kernels.call import Mod, vector_stride
+from flexdecode.kernels.call import Mod, dtype_of, vector_stride
 from flexdecode.kernels.configs import ceil_div, next_power_of_2
+from flexdecode.kernels.launch import BoundLaunch, Launch
 from flexdecode.kernels.tiles import load_kv_len, load_q_offset, load_query_tile, loop_bound
 
 TILE = 1024  # mask elements that a program evaluates at a time
@@ -177,7 +179,7 @@ def _compact_kernel(
     columns: tl.int64,
     full_columns: tl.int64,
     rows: tl.int32,
-    union_num_ptr,  # the same states listed once more by other groups, of as many columns; or None
+    union_num_ptr,  # where there are more rows: the same states listed by other groups
     union_indices_ptr,
     union_full_num_ptr,
     union_full_indices_ptr,
@@ -189,7 +191,7 @@ def _compact_kernel(
     A row may stand for a group of heads: it lists what any of them does, as full what is for all.
     """
     row = tl.program_id(0).to(tl.int64)
-    if union_num_ptr is not None:
+    if indices_ptr is not None:
         if row >= rows:
             row = row - rows
             group = union_group
@@ -270,7 +272,7 @@ def launch_tables(
     kv_start: Tensor | None = None,
     tiles: Tensor | None = None,
     unions: Sequence[TableBuffers] = (),
-) -> None:
+) -> list[BoundLaunch]:
     """Fill `buffers` with the tables of `mask`, in two launches at most if there is one union.
 
     Parameters
@@ -290,13 +292,18 @@ def launch_tables(
         What each row of blocks holds, where queries are packed; see `write_query_tiles`.
     unions : sequence of TableBuffers
         As in `launch_compact`: filled too.
+
+    Returns
+    -------
+    list of BoundLaunch
+        What was launched: again, it fills them from the tensors as they are then.
     """
     B, heads, nQ, nKV = buffers.state.shape
     if buffers.state.numel() == 0:
         for lists in (buffers, *unions):
             lists.kv_num_blocks.zero_()
             lists.full_kv_num_blocks.zero_()
-        return
+        return []
     BLOCK_Q, KV_BLOCK = BLOCK_SIZE
     KV_TILE = next_power_of_2(KV_BLOCK)
     BLOCKS = max(1, TILE // KV_TILE)  # whatever the length: another value is another kernel
@@ -306,7 +313,26 @@ def launch_tables(
     kv_start_ptr, stride_kv_start, _ = vector_stride(kv_start)
     q_offset_ptr, stride_q_offset, q_offset_int = vector_stride(q_offset)
     rows = B * heads * nQ
-    _classify_kernel[(rows * chunks,)](
+    launch = Launch(
+        _classify_kernel,
+        rows * chunks,
+        {
+            "MASK_MOD": mask.fn,
+            "DERIVE_OFFSET": q_offset is None,
+            "KV_BLOCK": KV_BLOCK,
+            "KV_TILE": KV_TILE,
+            "BLOCKS": BLOCKS,
+        },
+        {},
+    )
+    kinds = (
+        dtype_of(kv_len_ptr),
+        dtype_of(kv_start_ptr),
+        dtype_of(q_offset_ptr),
+        tiles is None,
+        buffers.state.device.index,
+    )
+    arguments = (
         buffers.state,
         buffers.kv_num_blocks,
         buffers.kv_indices,
@@ -330,20 +356,15 @@ def launch_tables(
         BLOCK_Q,
         chunks,
         mask.args,
-        MASK_MOD=mask.fn,
-        DERIVE_OFFSET=q_offset is None,
-        KV_BLOCK=KV_BLOCK,
-        KV_TILE=KV_TILE,
-        BLOCKS=BLOCKS,
     )
+    classify = BoundLaunch(launch, kinds, arguments, mask.args)
+    classify()
     if chunks > 1:
-        launch_compact(buffers, unions)
-    else:
-        for union in unions:
-            launch_compact(union)
+        return [classify, *launch_compact(buffers, unions)]
+    return [classify, *[launch for union in unions for launch in launch_compact(union)]]
 
 
-def launch_compact(buffers: TableBuffers, unions: Sequence[TableBuffers] = ()) -> None:
+def launch_compact(buffers: TableBuffers, unions: Sequence[TableBuffers] = ()) -> list[BoundLaunch]:
     """Fill the lists of `buffers` from its states, in the same launch those of one union.
 
     Parameters
@@ -351,12 +372,19 @@ def launch_compact(buffers: TableBuffers, unions: Sequence[TableBuffers] = ()) -
     buffers : TableBuffers
     unions : sequence of TableBuffers
         Of the same states, with lists for groups of heads.
+
+    Returns
+    -------
+    list of BoundLaunch
+        What was launched.
     """
     rows = buffers.kv_num_blocks.numel()
     if rows == 0:
-        return
+        return []
     union = unions[0] if unions else None
-    _compact_kernel[(rows + (0 if union is None else union.kv_num_blocks.numel()),)](
+    more = buffers if union is None else union  # of as many columns
+    compact = _bound_compact(
+        rows + (0 if union is None else union.kv_num_blocks.numel()),
         buffers.state,
         buffers.kv_num_blocks,
         buffers.kv_indices,
@@ -368,15 +396,14 @@ def launch_compact(buffers: TableBuffers, unions: Sequence[TableBuffers] = ()) -
         buffers.kv_indices.shape[3],
         buffers.full_kv_indices.shape[3],
         rows,
-        None if union is None else union.kv_num_blocks,
-        None if union is None else union.kv_indices,
-        None if union is None else union.full_kv_num_blocks,
-        None if union is None else union.full_kv_indices,
-        1 if union is None else union.group,
-        C=COMPACT_TILE,
+        more.kv_num_blocks,
+        more.kv_indices,
+        more.full_kv_num_blocks,
+        more.full_kv_indices,
+        more.group,
     )
-    for further in unions[1:]:
-        launch_compact(further)
+    compact()
+    return [compact, *[launch for further in unions[1:] for launch in launch_compact(further)]]
 
 
 def launch_count(state: Tensor, num: Tensor, full_num: Tensor) -> None:
@@ -389,7 +416,11 @@ def launch_count(state: Tensor, num: Tensor, full_num: Tensor) -> None:
         Written.
     """
     rows, nKV = state.shape
-    none = (None,) * 4
-    _compact_kernel[(rows,)](
-        state, num, None, full_num, None, nKV, rows, 1, 0, 0, rows, *none, 1, C=COMPACT_TILE
-    )
+    tables = (num, None, full_num, None)
+    _bound_compact(rows, state, *tables, nKV, rows, 1, 0, 0, rows, *tables, 1)()
+
+
+def _bound_compact(rows: int, state: Tensor, *arguments: Any) -> BoundLaunch:
+    launch = Launch(_compact_kernel, rows, {"C": COMPACT_TILE}, {})
+    kinds = (arguments[1] is None, state.device.index)
+    return BoundLaunch(launch, kinds, (state, *arguments))

@@ -285,7 +285,7 @@ def test_an_update_with_a_union_takes_two_launches(monkeypatch, intervals):
     monkeypatch.setattr(kernels, "_compact_kernel", Counting(kernels._compact_kernel, launches))
     kv_len.fill_(41)
     device_tables.update_device_tables(mask, what, tables)
-    assert launches == [((4 + 2) * what.num_blocks()[0],)]
+    assert launches == [((4 + 2) * what.num_blocks()[0], 1, 1)]
     fresh = device_tables.build_device_tables(mask, what)
     expected = device_tables.unite_heads(fresh, 2)
     for name in ("kv", "full_kv"):
@@ -296,15 +296,57 @@ def test_an_update_with_a_union_takes_two_launches(monkeypatch, intervals):
         assert torch.equal(indices[listed], wanted[listed])
 
 
+def test_a_repeated_update_makes_the_launches_of_the_last(monkeypatch):
+    """Live values are seen; other numbers, extents or united lists are launched anew."""
+    prepared = []
+    fill = device_tables._fill
+    monkeypatch.setattr(
+        device_tables, "_fill", lambda *given: (prepared.append(1), fill(*given))[1]
+    )
+    kv_len = torch.tensor([30], device=DEVICE)
+    widths = torch.tensor([3, 9, 20, 40], device=DEVICE)
+
+    def by_head(size):
+        return trace(lambda b, h, q, kv: (q >= kv) & (q - kv < widths[h] + size), "mask")
+
+    mask, what = by_head(0), an_extent(Lq=9, kv_len=kv_len, heads=4)
+    tables = device_tables.build_device_tables(mask, what.for_kernels(mask))
+
+    def update(mask, extent, new):
+        """Update, and compare with tables built afresh; `new`: by launches made anew."""
+        prepared.clear()
+        device_tables.update_device_tables(mask, extent.for_kernels(mask), tables)
+        assert len(prepared) == new
+        fresh = device_tables.build_device_tables(mask, extent.for_kernels(mask))
+        assert torch.equal(table_states(tables), table_states(fresh))
+        for heads, union in tables.unions.items():
+            wanted = device_tables.unite_heads(fresh, heads)
+            assert torch.equal(union.kv_num_blocks, wanted.kv_num_blocks)
+
+    update(mask, what, new=1)
+    update(mask, what, new=0)
+    kv_len.fill_(41)
+    widths += 5
+    update(mask, what, new=0)
+    device_tables.unite_heads(tables, 2)
+    update(mask, what, new=1)
+    widths -= 4
+    update(mask, what, new=0)
+    update(by_head(7), what, new=1)
+    update(mask, what, new=1)
+    update(mask, dataclasses.replace(what, kv_len=20), new=1)
+    assert int(tables.kv_num_blocks.sum()) > 0
+
+
 class Counting:
     """A kernel that notes its grids."""
 
     def __init__(self, kernel, grids):
         self.kernel, self.grids = kernel, grids
 
-    def __getitem__(self, grid):
+    def run(self, *arguments, grid, **options):
         self.grids.append(grid)
-        return self.kernel[grid]
+        return self.kernel.run(*arguments, grid=grid, **options)
 
 
 def test_equal_structure_is_one_program():
