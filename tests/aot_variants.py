@@ -12,6 +12,7 @@ import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 import triton
@@ -334,36 +335,147 @@ def compile_variants(name):
 
 
 def count_keys():
-    """Print how many kernels a decoding session would compile: lengths, closures, batches."""
+    """Print how many kernels sessions would compile, and how many of them after the first call."""
     target, device = TARGETS["cuda:90"]
-    keys = {}
+    keys, later, first = {}, [], True
 
     def act(kernel, source, options, key):
-        keys.setdefault(kernel.__name__, set()).add(key)
+        known = keys.setdefault(kernel.__name__, set())
+        if key not in known and not first:
+            later.append(kernel.__name__)
+        known.add(key)
 
-    base = Variant(block=(128, 128), mask="documents", score="alibi", B=2)
-    sessions = {
-        "growing cache": [replace(base, Lkv=n) for n in range(1, 1300, 9)],
-        "batches": [replace(base, B=b) for b in range(1, 5)],
-        "heads": [replace(base, Hkv=h, G=g) for h in (1, 2, 8, 16) for g in (1, 3, 4, 16)],
-    }
-    with launches_intercepted(target, act):
-        for title, variants in sessions.items():
+    sessions = {"batches": batches(device), "heads": heads(device), **tokens()}
+    with launches_intercepted(target, act), as_if_on(device):
+        for title, steps in sessions.items():
             keys.clear()
-            for step, variant in enumerate(variants):
-                call, config = make_call(variant, device)
-                documents, width = call.mask_mod.args
-                call = replace(
-                    call,
-                    kv_len=step + 1,
-                    q_offset=step,
-                    scale=1.0 + step,
-                    mask_mod=Mod(call.mask_mod.fn, (documents, width + step)),
-                )
-                # One split has a kernel of its own, and this test is not about the choice.
-                decode(call, replace(config, num_splits=2 + step % 15, reduce_splits=16))
+            later.clear()
+            first = True
+            for step in steps:
+                step()
+                first = False
             found = {name: len(found) for name, found in keys.items()}
-            print(json.dumps({"session": title, **found}), flush=True)
+            print(json.dumps({"session": title, "kernels": found, "later": later}), flush=True)
+
+
+BASE = Variant(block=(128, 128), mask="documents", score="alibi", B=2)
+
+
+def batches(device):
+    """Calls of the kernels with other batch sizes, lengths and numbers."""
+    for step, variant in enumerate(replace(BASE, B=b) for b in range(1, 5)):
+        yield partial(one_call, step, variant, device)
+
+
+def heads(device):
+    """Calls with other head counts."""
+    counts = [(h, g) for h in (1, 2, 8, 16) for g in (1, 3, 4, 16)]
+    for step, (h, g) in enumerate(counts):
+        yield partial(one_call, step, replace(BASE, Hkv=h, G=g), device)
+
+
+def one_call(step, variant, device):
+    """Call with numbers that depend on the step."""
+    call, config = make_call(variant, device)
+    documents, width = call.mask_mod.args
+    call = replace(
+        call,
+        kv_len=step + 1,
+        q_offset=step,
+        scale=1.0 + step,
+        mask_mod=Mod(call.mask_mod.fn, (documents, width + step)),
+    )
+    # Two sizes of the reduction serve few and many heads.
+    decode(call, replace(config, num_splits=2 + step % 15, reduce_splits=16))
+
+
+def tokens():
+    """Sessions of the library itself: tokens one by one, and a new closure object for each."""
+    from flexdecode import attention, create_block_mask
+
+    ids = torch.zeros(1 << 18, dtype=torch.int64)
+
+    def window(size):
+        return lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx < size)
+
+    def by_head(size, documents):
+        def rule(b, h, q_idx, kv_idx):
+            return (q_idx - kv_idx < size * (h + 1)) & (documents[q_idx] == documents[kv_idx])
+
+        return rule
+
+    def lengths(most, least=1):
+        near = [2**power + d for power in range(6, 18) for d in (-1, 0, 1, 5)]
+        return sorted(n for n in {*range(1, 40), *near} if least <= n <= most)
+
+    def cache(B, Hkv, Lkv, D):
+        return torch.empty(B, Hkv, Lkv, D, dtype=torch.bfloat16)
+
+    def fixed(capacity, D, Lq=1, masked=True, ragged=False):
+        """A cache of fixed size fills up."""
+        B = 4 if ragged else 1
+        q, k = cache(B, 4, Lq, D), cache(B, 1, capacity, D)
+        for n in lengths(capacity, Lq):
+            mask = create_block_mask(window(n // 2 + 1)) if masked else None
+            kv_len = torch.full((B,), n) if ragged else n
+            yield partial(attention, q, k, k, block_mask=mask, kv_len=kv_len, backend="triton")
+
+    def grown():
+        """A cache that is a new tensor at every step, and a view of ids at any address."""
+        q = cache(1, 8, 1, 128)
+        for n in lengths(30000):
+            k = cache(1, 2, n, 128)
+            mask = create_block_mask(by_head(n // 2 + 1, ids[n % 5 :][:n]))
+            yield partial(attention, q, k, k, block_mask=mask, backend="triton")
+
+    def bound():
+        """A mask bound to a step, and updated for each token."""
+        q, k = cache(1, 4, 1, 64), cache(1, 2, 60000, 64)
+        mask = create_block_mask(by_head(100, ids))
+        step = mask.bind(batch=1, heads=4, q_len=1, kv_len=1, kv_capacity=60000)
+
+        def token(n):
+            step.update(n)
+            attention(q, k, k, block_mask=step, backend="triton")
+
+        for n in lengths(60000):
+            yield partial(token, n)
+
+    return {
+        "4096 tokens": fixed(4096, 16),
+        "131072 tokens": fixed(131072, 128),
+        "131072 tokens without a mask": fixed(131072, 128, masked=False),
+        "131072 tokens, 4 at a time": fixed(131072, 128, Lq=4),
+        "131072 tokens, ragged": fixed(131072, 64, ragged=True),
+        "a bound mask": bound(),
+        "a growing cache": grown(),
+    }
+
+
+@contextlib.contextmanager
+def as_if_on(device):
+    """Take tensors on the CPU for those of a GPU: what is launched is intercepted."""
+    from flexdecode import api, bound_mask, device_tables, plan, tables
+    from flexdecode.backends import triton as backend
+
+    def build(mask, extent, *, compact=None):
+        return device_tables.build_device_tables(mask, extent.for_kernels(mask))
+
+    def build_into(buffers, mask, extent):
+        device_tables.update_device_tables(mask, extent.for_kernels(mask), buffers)
+
+    changes = [
+        (api, "choose_backend", lambda name, device: name),
+        (plan, "device_of", lambda where: device),
+        (backend, "device_of", lambda where: device),
+        (tables, "build_tables", build),
+        (bound_mask, "build_tables", build),
+        (bound_mask, "build_into", build_into),
+    ]
+    with contextlib.ExitStack() as stack:
+        for module, name, value in changes:
+            stack.enter_context(mock.patch.object(module, name, value))
+        yield
 
 
 if __name__ == "__main__":

@@ -38,6 +38,11 @@ def test_variants_compile(target, tmp_path):
 
 
 def test_a_decoding_session_compiles_once(tmp_path):
+    """Each kernel has one variant for all lengths, and the first token compiles them all."""
     for record in variants("keys", tmp_path):
-        session = record.pop("session")
-        assert set(record.values()) == {1}, (session, record)
+        assert set(record["kernels"].values()) == {1}, record
+        if record["session"] == "a growing cache":
+            # Nobody knows how far it grows: what only long rows need is compiled for them.
+            assert record["later"] == ["_reduce_kernel"], record
+        elif record["session"] != "heads":
+            assert record["later"] == [], record

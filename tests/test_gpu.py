@@ -66,6 +66,39 @@ def test_fc58_a_growing_cache_compiles_two_kernels():
     assert counts[-1] <= 2, counts
 
 
+def test_fc58_the_first_token_compiles_all():
+    """A cache of 20,000 keys fills up: past every length where launches change."""
+    ids = torch.zeros(30_000, dtype=torch.int64, device="cuda")
+    q, k = draw(1, 8, 1, 80), draw(1, 2, 20_000, 80)
+    near = [2**power + d for power in range(5, 15) for d in (-1, 0, 1)]
+    counts = []
+    for length in [*range(1, 30), *near, 20_000]:
+        mask = create_block_mask(window_of(ids[length % 7 :][:length], length // 2 + 1))
+        out = attention(q, k, k, block_mask=mask, kv_len=length)
+        counts.append(compile_count())
+        newest = k[:, :, length - length // 2 - 1 : length]
+        expected = attention(q, newest, newest, backend="reference")
+        torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+    assert counts[0] == counts[-1], counts
+
+
+@pytest.mark.parametrize("B", [1, 3, 160])
+@pytest.mark.parametrize("capacity", [600, 9000])
+def test_calls_that_overlap_see_what_earlier_ones_wrote(B, capacity):
+    """Each call's query is the output of the one before; whole rows, and rows in splits."""
+    k, v = draw(B, 1, capacity, 64), draw(B, 1, capacity, 64)
+    first = draw(B, 4, 1, 64)
+    ends = []
+    for wait in (True, False):
+        q = first
+        for step in range(60):
+            q = attention(q, k, v, kv_len=capacity - step % 3 * (capacity - 300) // 2)
+            if wait:
+                torch.cuda.synchronize()
+        ends.append(q)
+    assert torch.isfinite(ends[0]).all() and torch.equal(*ends)
+
+
 @pytest.mark.parametrize("lengths", ["equal", "ragged"])
 def test_fc40_repeats_give_equal_bits(lengths):
     B, capacity = 6, 20000
