@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import masks
-from benchmarks.records import load
+from benchmarks.records import Record, load
 
 
 def test_every_line_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,6 +34,28 @@ def test_every_line_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert len([case for case in both if "peak" not in case]) == 3
     printed = capsys.readouterr().out
     assert all(f"| {case} |" in printed for case in own)
+
+
+def test_what_was_measured_is_shown_whatever_comes_after(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A kernel of another library may leave the device unusable."""
+
+    def measure(*given: object) -> Iterator[Record]:
+        yield Record("masks", "masks", "a case", "flexdecode", median=7.0)
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(masks, "measure", measure)
+    with pytest.raises(RuntimeError, match="device lost"):
+        masks.main(["--tiny", "--device", "cpu"])
+    assert "| a case | 7.0 us |" in capsys.readouterr().out
+
+
+def test_torch_has_its_time_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masks, "_TORCH_LIMIT", 0.0)
+    sizes, device = masks.Sizes.tiny(), torch.device("cpu")
+    records = list(masks._torch(sizes, device, "square", "huge", masks.causal))
+    assert [(r.status, r.note) for r in records] == [("skipped", "no time left")] * 3
 
 
 def test_wrong_tables_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
