@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks import first_call
 from benchmarks.cases import Case, Mask
 from benchmarks.inputs import Pool
 from benchmarks.providers import Provider
@@ -202,56 +197,15 @@ def _torch_tables(
     )
 
 
-_FIRST_CALL = """
-import json, os, sys, time
-import torch
-device = torch.device(sys.argv[1])
-start = time.perf_counter()
-import flexdecode
-from flexdecode.masks import sink_window, softcap
-imported = time.perf_counter() - start
-B, H, L = (1, 2, 256) if sys.argv[2] == "tiny" else (1, 8, 8192)
-q = torch.randn(B, H * 4, 1, 128, dtype=torch.bfloat16, device=device)
-k, v = torch.randn(2, B, H, L, 128, dtype=torch.bfloat16, device=device)
-if device.type == "cuda":
-    torch.cuda.synchronize()
-def call(window, cap):
-    start = time.perf_counter()
-    flexdecode.attention(q, k, v, block_mask=flexdecode.create_block_mask(sink_window(16, window)),
-                         score_mod=softcap(cap), backend=sys.argv[3])
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-print(json.dumps({"import": imported, "first": call(100, 30.0), "other numbers": call(77, 50.0)}))
-"""
-
-
 def first_calls(device: torch.device, backend: str, tiny: bool) -> Iterator[Record]:
-    """Time the first call of a new mask and score rule in fresh processes, without and with cache.
-
-    A third number is the call after it with another window and cap, which compiles nothing.
-    """
-    root = Path(__file__).parents[1]
-    with tempfile.TemporaryDirectory() as cache:
-        environment = os.environ | {"TRITON_CACHE_DIR": cache, "PYTHONPATH": str(root)}
-        for state in ("cold", "warm"):
-            arguments = [str(device), "tiny" if tiny else "full", backend]
-            run = subprocess.run(
-                [sys.executable, "-c", _FIRST_CALL, *arguments],
-                env=environment,
-                capture_output=True,
-                text=True,
-            )
-            case = f"first call, {state} disk cache"
-            if run.returncode:
-                note = run.stderr.strip().splitlines()[-1][:200]
-                yield Record("first call", "first", case, "flexdecode", "failed", note=note)
-                continue
-            seconds = json.loads(run.stdout.strip().splitlines()[-1])
-            for what, name in (
-                ("import", f"import, {state} disk cache"),
-                ("first", case),
-                ("other numbers", f"next call with other numbers, {state} disk cache"),
-            ):
-                us = seconds[what] * 1e6
-                yield Record("first call", "first", name, "flexdecode", median=us, p20=us, p80=us)
+    """Time the first calls of fresh processes, without and with a disk cache of kernels."""
+    record = partial(Record, "first call", "first", provider="flexdecode")
+    for state, process in first_call.run(device, backend, "tiny" if tiny else "full"):
+        if isinstance(process, str):
+            name = f"{first_call.TOLD['first']}, {state} disk cache"
+            yield record(case=name, status="failed", note=process)
+            continue
+        for what, seconds in process.seconds.items():
+            us = seconds * 1e6
+            name = f"{first_call.TOLD[what]}, {state} disk cache"
+            yield record(case=name, median=us, p20=us, p80=us)

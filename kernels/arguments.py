@@ -9,7 +9,7 @@ from torch import Tensor
 from flexdecode.kernels.call import Codes, DecodeCall, Mod, dtype_of, vector_stride
 
 if TYPE_CHECKING:
-    from flexdecode.kernels.launch import Plan
+    from flexdecode.kernels.launch import Launch, Plan
 
 NO_MOD = Mod(None)
 NOT_QUANTIZED = Codes("", "", 1, None)
@@ -121,13 +121,14 @@ class Arguments:
         if plan.reduce is not None:
             plan.reduce(key, self.reduce)
 
-    def prepare(self) -> None:
-        """Compile what `launch` would run, and run nothing."""
+    def launches(self) -> list[tuple["Launch", tuple[Any, ...], list[Any]]]:
+        """What `launch` launches, each with its key and arguments, to be compiled beforehand."""
         plan = self.plan
         key = self._with_scratch(_nothing(self.device, self.partial_dtype))
-        plan.decode.prepare(key, self.decode)
+        found = [(plan.decode, key, self.decode)]
         if plan.reduce is not None:
-            plan.reduce.prepare(key, self.reduce)
+            found.append((plan.reduce, key, self.reduce))
+        return found
 
     def _with_scratch(self, scratch: Tensor) -> tuple[Any, ...]:
         """Put the buffer of partial results in its place; what tells compiled variants apart."""

@@ -19,6 +19,7 @@ from triton.runtime.errors import OutOfResources
 
 from flexdecode.kernels.arguments import NO_MOD, NOT_QUANTIZED, Arguments
 from flexdecode.kernels.call import Codes, DecodeCall
+from flexdecode.kernels.compiling import Wanted, compile_together
 from flexdecode.kernels.configs import (
     MIN_TILE,
     WHOLE_KEYS,
@@ -63,6 +64,7 @@ class Launch:
         """Launch; `key` tells apart what Triton would compile apart."""
         variant = self.variants.get(key)
         if variant is None:
+            compile_together([self.wanted(arguments)])
             self._keep(key, self._run(arguments, warmup=False))
             return
         compiled = variant.compiled
@@ -88,6 +90,10 @@ class Launch:
         """Compile what a launch with these arguments will run, and run nothing."""
         if key not in self.variants:
             self._keep(key, self._run(arguments, warmup=True))
+
+    def wanted(self, arguments: Sequence[Any]) -> Wanted:
+        """Return a launch with these arguments as something to compile."""
+        return Wanted(self.kernel, self.grid, arguments, {**self.constants, **self.options})
 
     def _run(self, arguments: Sequence[Any], warmup: bool) -> Any:
         return self.kernel.run(
@@ -348,9 +354,17 @@ def decode(call: DecodeCall, config: DecodeConfig) -> tuple[Plan, Arguments | No
     """
     while True:
         plan = make_plan(call, config)
+        if call.out.numel() == 0:
+            return plan, None
+        arguments = Arguments(plan, call)
+        launches = arguments.launches()
+        if config.splits_later and call.capacity > WHOLE_KEYS:
+            longer = make_plan(call, replace(config, num_splits=2))
+            launches += Arguments(longer, call).launches()
+        prepare(launches)
         try:
-            arguments = run_plan(plan, call)
-            break
+            arguments.launch()
+            return plan, arguments
         except OutOfResources:
             if config.num_stages > 1:
                 config = replace(config, num_stages=config.num_stages - 1)
@@ -358,9 +372,14 @@ def decode(call: DecodeCall, config: DecodeConfig) -> tuple[Plan, Arguments | No
                 config = replace(config, BLOCK_N=config.BLOCK_N // 2)
             else:
                 raise
-    if config.splits_later and call.capacity > WHOLE_KEYS and arguments is not None:
-        Arguments(make_plan(call, replace(config, num_splits=2)), call).prepare()
-    return plan, arguments
+
+
+def prepare(launches: Sequence[tuple[Launch, tuple[Any, ...], Sequence[Any]]]) -> None:
+    """Compile side by side what is to be launched, each with its key and arguments."""
+    new = [each for each in launches if each[1] not in each[0].variants]
+    compile_together([launch.wanted(arguments) for launch, _, arguments in new])
+    for launch, key, arguments in new:
+        launch.prepare(key, arguments)
 
 
 def outer_strides(x: Tensor) -> tuple[int, ...]:

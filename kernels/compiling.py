@@ -1,0 +1,87 @@
+"""Compile kernels side by side, and the launcher of each beside it.
+
+Triton compiles a kernel when it is first launched, and only then has a C compiler build the code
+that launches it; then the same for the next kernel. Most of that time is spent outside Python.
+"""
+
+import contextvars
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from triton import AsyncCompileMode, FutureKernel
+from triton.compiler import ASTSource
+from triton.runtime import driver
+
+
+class Wanted(NamedTuple):
+    """A launch to come, as ``kernel.run`` takes it.
+
+    Attributes
+    ----------
+    kernel : triton.JITFunction
+    grid : (int, int, int)
+    arguments : sequence
+    keywords : dict
+        Compile-time constants and options.
+    """
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    arguments: Sequence[Any]
+    keywords: dict[str, Any]
+
+
+def compile_together(wanted: Sequence[Wanted]) -> None:
+    """Have Triton compile what these launches run, or load it from its disk cache; launch nothing.
+
+    A launch with the same arguments then finds its kernel, and its launcher in the disk cache. What
+    fails here is left to that launch, which tries again and raises the error.
+
+    Parameters
+    ----------
+    wanted : sequence of Wanted
+        What takes longest to compile first.
+    """
+    if not wanted or not all(hasattr(each.kernel, "device_caches") for each in wanted):
+        return  # the interpreter compiles nothing
+    # On few processors the first must not wait for what the others want.
+    threads = max(min(2 * len(wanted), os.cpu_count() or 1), 2)
+    with ThreadPoolExecutor(threads, "flexdecode compiles") as pool:
+        # In the caller's context another such mode may be active.
+        contextvars.Context().run(_compile, pool, wanted)
+
+
+def _compile(pool: ThreadPoolExecutor, wanted: Sequence[Wanted]) -> None:
+    device = driver.active.get_current_device()  # of this thread
+    begun = []
+    with AsyncCompileMode(pool, ignore_errors=True):
+        for each in wanted:
+            found = each.kernel.run(*each.arguments, grid=each.grid, warmup=True, **each.keywords)
+            # Neither compiled before, nor wanted twice.
+            if isinstance(found, FutureKernel) and found not in begun:
+                begun.append(found)
+                pool.submit(_build_launcher, each, device)
+
+
+def _build_launcher(wanted: Wanted, device: int) -> None:
+    """Put the launcher into Triton's disk cache. It depends on the types of the arguments alone."""
+    kernel, keywords = wanted.kernel, wanted.keywords
+    _, _, target, backend, bind = kernel.device_caches[device]
+    bound, kinds, options = bind(*wanted.arguments, **keywords)
+    _, *source = kernel._pack_args(backend, keywords, bound, kinds, options)
+    # What a launcher keeps of its kernel, which is not there yet: this one is never called.
+    metadata = SimpleNamespace(
+        warp_size=target.warp_size,
+        tensordesc_meta=None,
+        num_ctas=1,
+        global_scratch_size=0,
+        global_scratch_align=1,
+        profile_scratch_size=0,
+        profile_scratch_align=1,
+        launch_cooperative_grid=False,
+        launch_pdl=False,
+    )
+    driver.active.launcher_cls(ASTSource(kernel, *source), metadata)

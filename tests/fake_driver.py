@@ -1,0 +1,194 @@
+"""Triton's driver for a GPU that is not there: kernels compile, launches are counted. As a script.
+
+``python tests/fake_driver.py SCENARIO`` runs attention calls through the ordinary launchers and
+prints what Triton was asked for, as JSON.
+"""
+
+import hashlib
+import json
+import os
+import sys
+import threading
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+import triton
+from aot_variants import TARGETS, Variant, causal_mask, make_call
+from triton import knobs
+from triton.runtime import driver
+
+from flexdecode.kernels import compiling, startup
+from flexdecode.kernels.call import Mod
+from flexdecode.kernels.launch import decode
+
+TARGET, DEVICE = TARGETS["cuda:90"]
+CALL = Variant(block=(128, 128), mask="causal", dims=(64, 64))
+
+
+class FakeDriver:
+    """What Triton asks of a driver."""
+
+    def __init__(self, shared_memory=DEVICE.shared_memory):
+        self.compiled, self.launchers, self.launched = [], [], []
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": shared_memory},
+            load_binary=lambda name, *_: (name, name, 32, 0, 1024),
+        )
+        self.launcher_cls = self.launcher
+        knobs.compilation.listener = self.listen
+        driver.set_active(self)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        return TARGET
+
+    def listen(self, src, cache_hit, **_):
+        self.compiled.append([src.name, cache_hit])
+
+    def launcher(self, src, metadata):
+        """Triton builds the text; whoever asks for the same text finds what was built."""
+        try:
+            from triton.backends.nvidia.driver import make_launcher
+        except ImportError:  # later versions build nothing here
+            text = repr(src.signature)
+        else:
+            text = make_launcher(src.constants, src.signature, metadata.tensordesc_meta)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        self.launchers.append([src.name, digest, threading.current_thread().name])
+        return lambda *arguments: self.launched.append(src.name)
+
+    def seen(self):
+        return {
+            "compiled": sorted(self.compiled),
+            "launchers": sorted(self.launchers),
+            "launched": list(self.launched),
+        }
+
+
+def twice():
+    """Two calls that look alike."""
+    found = FakeDriver()
+    for _ in range(2):
+        decode(*make_call(CALL, DEVICE))
+    return found.seen()
+
+
+def side_by_side():
+    """Both kernels compile, and both launchers are built, while the others do."""
+    FakeDriver()
+    meeting = threading.Barrier(4)
+    build, real = compiling._build_launcher, triton.compiler.compile
+    wait = 60
+
+    def compile(*args, **kwargs):
+        meeting.wait(wait)
+        return real(*args, **kwargs)
+
+    def build_launcher(*args):
+        meeting.wait(wait)
+        build(*args)
+
+    with (
+        mock.patch.object(triton.compiler, "compile", compile),
+        mock.patch.object(compiling, "_build_launcher", build_launcher),
+        mock.patch.object(os, "cpu_count", lambda: 4),
+    ):
+        decode(*make_call(CALL, DEVICE))
+    return {"broken": meeting.broken}
+
+
+def longer_later():
+    """A call of one split, of a cache whose longer rows will be split."""
+    found = FakeDriver()
+    call, config = make_call(CALL, DEVICE)
+    assert config.num_splits > 1
+    config = replace(config, num_splits=1, splits_later=True)
+    decode(call, config)
+    short = found.seen()
+    decode(call, replace(config, num_splits=2))
+    return {"short": short, "long": found.seen()}
+
+
+@triton.jit
+def faulty_mask(b, h, q_idx, kv_idx, lane, args):
+    return kv_idx <= no_such_name  # noqa: F821
+
+
+def faulty():
+    """A kernel that does not compile, and then one that does."""
+    found = FakeDriver()
+    call, config = make_call(CALL, DEVICE)
+    try:
+        decode(replace(call, mask_mod=Mod(faulty_mask)), config)
+        error = ""
+    except Exception as raised:
+        error = type(raised).__name__
+        while raised.__cause__ is not None:
+            raised = raised.__cause__
+        error = f"{error} for {raised}"
+    decode(replace(call, mask_mod=Mod(causal_mask)), config)
+    return {"error": error, **found.seen()}
+
+
+def within_another():
+    """A caller who compiles several kernels at once himself."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    found = FakeDriver()
+    with ThreadPoolExecutor(1) as pool, triton.AsyncCompileMode(pool):
+        decode(*make_call(CALL, DEVICE))
+    return found.seen()
+
+
+def little_memory():
+    """A device that holds fewer stages than were planned for it."""
+    found = FakeDriver(shared_memory=40_000)
+    _, config = make_call(CALL, DEVICE)
+    plan, _ = decode(*make_call(CALL, DEVICE))
+    return {"planned": config.num_stages, "stages": plan.config.num_stages, **found.seen()}
+
+
+def start():
+    """The start of a process, and what a second one adds."""
+    found, reached = FakeDriver(), []
+
+    def reach():
+        reached.append(threading.current_thread().name)
+
+    with (
+        mock.patch.object(torch.cuda, "is_available", lambda: True),
+        mock.patch.object(startup, "_reach_driver", reach),
+        mock.patch("triton.runtime.cache.triton_key") as key,
+    ):
+        for _ in range(2):
+            startup.start()
+    return {"reached": reached, "hashed": key.call_count, **found.seen()}
+
+
+def start_without_driver():
+    """A driver that cannot be had is for the first launch to tell."""
+    with mock.patch.object(torch.cuda, "is_available", lambda: True):
+        startup.start()
+    return {"threads": threading.active_count()}
+
+
+def watched():
+    """Stages as the benchmark of first calls finds them."""
+    from benchmarks import first_call
+
+    FakeDriver()
+    clock = first_call._Clock()
+    first_call._watch_triton(clock)
+    decode(*make_call(CALL, DEVICE))
+    return {"stages": clock.stages}
+
+
+if __name__ == "__main__":
+    print(json.dumps(globals()[sys.argv[1]]()))

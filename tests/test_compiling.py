@@ -1,0 +1,98 @@
+"""Kernels are compiled side by side, each of them once, on a driver that is not there."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from flexdecode import backends
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(scenario, cache):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    found = subprocess.run(
+        [sys.executable, "-W", "error", str(ROOT / "tests/fake_driver.py"), scenario],
+        env=environment | {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(cache)},
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0, found.stdout[-1000:] + found.stderr[-3000:]
+    return json.loads(found.stdout.splitlines()[-1])
+
+
+def test_each_kernel_compiles_once(tmp_path):
+    for cached in (False, True):
+        seen = run("twice", tmp_path)
+        assert seen["compiled"] == [["_decode_kernel", cached], ["_reduce_kernel", cached]]
+        assert seen["launched"] == ["_decode_kernel", "_reduce_kernel"] * 2
+        # What is built ahead is what Triton asks for when it launches.
+        asked = Counter((kernel, text) for kernel, text, _ in seen["launchers"])
+        assert [kernel for kernel, _ in sorted(asked)] == ["_decode_kernel", "_reduce_kernel"]
+        assert set(asked.values()) == {2}
+        threads = [thread for *_, thread in seen["launchers"]]
+        assert threads.count("MainThread") == 2
+
+
+def test_what_longer_rows_need_is_compiled_beside_the_rest(tmp_path):
+    seen = run("longer_later", tmp_path)
+    short, long = seen["short"], seen["long"]
+    assert short["compiled"] == [["_decode_kernel", False], ["_reduce_kernel", False]]
+    assert short["launched"] == ["_decode_kernel"]
+    ahead = Counter(kernel for kernel, _, thread in short["launchers"] if thread != "MainThread")
+    assert ahead == {"_decode_kernel": 1, "_reduce_kernel": 1}
+    assert long["compiled"] == short["compiled"]
+    assert long["launched"] == ["_decode_kernel"] * 2 + ["_reduce_kernel"]
+
+
+def test_compilations_and_launchers_overlap(tmp_path):
+    assert run("side_by_side", tmp_path) == {"broken": False}
+
+
+def test_errors_are_those_of_the_launch(tmp_path):
+    seen = run("faulty", tmp_path)
+    assert seen["error"].startswith("CompilationError")
+    assert "no_such_name is not defined" in seen["error"]
+    assert seen["launched"] == ["_decode_kernel", "_reduce_kernel"]
+
+
+def test_another_compilation_of_several_kernels_may_be_open(tmp_path):
+    seen = run("within_another", tmp_path)
+    assert seen["compiled"] == [["_decode_kernel", False], ["_reduce_kernel", False]]
+    assert seen["launched"] == ["_decode_kernel", "_reduce_kernel"]
+
+
+def test_tiles_still_shrink_where_memory_is_short(tmp_path):
+    seen = run("little_memory", tmp_path)
+    assert 1 <= seen["stages"] < seen["planned"]
+    assert seen["launched"] == ["_decode_kernel", "_reduce_kernel"]
+    kernels = Counter(kernel for kernel, _ in seen["compiled"])
+    assert kernels["_reduce_kernel"] == 1
+    assert kernels["_decode_kernel"] == 1 + seen["planned"] - seen["stages"]
+
+
+def test_a_process_starts_once_and_in_another_thread(tmp_path):
+    seen = run("start", tmp_path)
+    assert seen["reached"] == ["flexdecode start"]
+    assert seen["hashed"] == 1
+    assert seen["compiled"] == seen["launchers"] == seen["launched"] == []
+
+
+def test_a_start_without_a_driver_is_silent(tmp_path):
+    assert run("start_without_driver", tmp_path) == {"threads": 1}
+
+
+@pytest.mark.parametrize("name", ["triton", "cpu", "reference"])
+def test_only_the_triton_backend_starts_triton(name, monkeypatch):
+    from flexdecode.kernels import startup
+
+    started = []
+    monkeypatch.setattr(startup, "start", lambda: started.append(name))
+    monkeypatch.setattr(backends, "_loaded", {})
+    backends.load_backend(name)
+    assert started == (["triton"] if name == "triton" else [])
