@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flexdecode import choices
 from flexdecode.kernels import configs
+from flexdecode.kernels.call import is_within
 from flexdecode.quantization import QuantizedTensor, row_bytes
 
 if TYPE_CHECKING:
@@ -181,7 +182,8 @@ def tuning_key(
 
 def _sizes(request: Request, lists: Lists | None) -> dict[str, Any]:
     """All that `choose_config` takes beside the device and options."""
-    problem = request.problem
+    problem, k, v = request.problem, request.k, request.v
+    v_in_k = isinstance(k, Tensor) and isinstance(v, Tensor) and is_within(v, k)
     block_q = kv_block = None
     ragged = isinstance(problem.kv_len, Tensor)
     keys = problem.Lkv if isinstance(problem.kv_len, Tensor) else length_bucket(problem.kv_len)
@@ -200,6 +202,7 @@ def _sizes(request: Request, lists: Lists | None) -> dict[str, Any]:
         "B": B,
         "Hkv": problem.Hkv,
         "G": problem.G,
+        "v_in_k": v_in_k,
         "Lq": Lq,
         "D": problem.D,
         "Dv": problem.Dv,

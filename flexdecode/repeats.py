@@ -108,7 +108,9 @@ def sign(
     device = tensors["q"].get_device()
     if checks.is_checking() or (device >= 0 and device != torch.cuda.current_device()):
         return None
-    return (*signature, id(score_mod), scale, wanted, backend, options, choices.generation)
+    latent = tensors["k"].data_ptr() == tensors["v"].data_ptr()  # may be read once
+    rest = (latent, id(score_mod), scale, wanted, backend, options, choices.generation)
+    return signature + rest
 
 
 def run_again(

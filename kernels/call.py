@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexdecode.kernels.configs import split_dim
 from flexdecode.kernels.layout import kernel_block_size
 
 
@@ -206,12 +207,27 @@ class DecodeCall:
             return self.k.shape[2]
         return self.page_table.shape[1] * self.k.shape[2]
 
+    @property
+    def v_in_k(self) -> bool:
+        """Values are the first columns of the keys, and lie in the kernels' pieces of those."""
+        return is_within(self.v, self.k) and self.k_codes is None and self.v_codes is None
+
     def block_size(self, BLOCK_N: int) -> tuple[int, int]:
         """Return queries and keys of a block as the kernels see them."""
         BLOCK_SIZE = None if self.tables is None else self.tables.BLOCK_SIZE
         Lq, capacity = self.q.shape[2], self.capacity
         BLOCK_Q, KV_BLOCK = kernel_block_size(BLOCK_SIZE, Lq, capacity, BLOCK_N)
         return (BLOCK_Q if self.tiles is None else self.BLOCK_Q), KV_BLOCK
+
+
+def is_within(v: Tensor, k: Tensor) -> bool:
+    """True where v is the first columns of k, cut so that both fall into the same pieces."""
+    if v.data_ptr() != k.data_ptr() or v.stride() != k.stride() or v.dtype != k.dtype:
+        return False
+    if v.shape[:3] != k.shape[:3] or v.shape[3] > k.shape[3]:
+        return False
+    pieces, own = split_dim(k.shape[3]), split_dim(v.shape[3])
+    return own[0] == pieces[0] and own[1] in (0, pieces[1])
 
 
 def vector_stride(vector: int | Tensor | None) -> tuple[Tensor | None, int, int]:

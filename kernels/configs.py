@@ -222,6 +222,7 @@ def choose_config(
     stored: Stored | None = None,
     page_size: int = 0,
     capacity: int = 0,
+    v_in_k: bool = False,
     options: Mapping[str, int] | None = None,
 ) -> DecodeConfig:
     """Choose tiles, warps, stages and splits for one call.
@@ -250,6 +251,8 @@ def choose_config(
     capacity : int, default 0
         Where positive, no bit of a row may depend on anything but that row: nothing is then chosen
         by sizes of the batch or of the cache, which holds so many keys.
+    v_in_k : bool, default False
+        Values are columns of the keys, and not loaded apart from them.
     options : mapping of str to int, optional
         Fixed choices: ``BLOCK_M``, ``BLOCK_N``, ``num_warps``, ``num_stages``, ``num_splits``.
 
@@ -287,7 +290,8 @@ def choose_config(
         TQ = ceil_div(rows, ceil_div(rows, max(limit // TG, 1)))
         BLOCK_M = options.get("BLOCK_M", max(least, next_power_of_2(TG * TQ)))
         if stored is None:
-            loop = _choose_loop(BLOCK_M, D, Dv, itemsize, KV_BLOCK, device, options)
+            latent = v_in_k and D > 256
+            loop = _choose_loop(BLOCK_M, D, Dv, itemsize, KV_BLOCK, device, options, latent)
         else:
             loop = _choose_quantized_loop(
                 BLOCK_M, D, Dv, itemsize, stored, KV_BLOCK, page_size, device, options
@@ -408,14 +412,19 @@ def _choose_loop(
     KV_BLOCK: int | None,
     device: Device,
     options: Mapping[str, int],
+    latent: bool,
 ) -> _Loop:
-    """Choose the loop for a tile of rows; it fits in shared memory if any does."""
+    """Choose the loop for a tile of rows; it fits in shared memory if any does.
+
+    A latent cache is one tile for keys and values.
+    """
     exact = itemsize >= 4  # IEEE dots run on the ordinary units, unrolled in registers
     # The output tile lives in registers: at most 64 of them in a thread.
     warps = 8 if exact or BLOCK_M * sum(split_dim(Dv)) > 8192 else 4
     num_warps = options.get("num_warps", warps)
     small = not exact and D + Dv <= 128
-    keys = 32 if exact or D + Dv > 384 else 128 if small else 64
+    keys = 32 if exact or (D + Dv > 384 and not latent) else 128 if small else 64
+    held = 0 if latent else Dv  # columns of values beside the keys
     BLOCK_N = options.get("BLOCK_N", _unit(keys, KV_BLOCK))
     deep = not exact and D + Dv <= 256 and split_dim(D)[1] == split_dim(Dv)[1] == 0
     num_stages = options.get("num_stages", 4 if deep else 3)
@@ -423,7 +432,7 @@ def _choose_loop(
     free = free and not {"BLOCK_N", "num_stages"} & options.keys()
     while True:
         needed = shared_memory_bytes(
-            BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, num_stages=num_stages, D=D, Dv=Dv, itemsize=itemsize
+            BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, num_stages=num_stages, D=D, Dv=held, itemsize=itemsize
         )
         stages_left = num_stages > 1 and "num_stages" not in options
         keys_left = BLOCK_N > MIN_TILE and "BLOCK_N" not in options

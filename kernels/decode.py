@@ -134,6 +134,7 @@ def attend(
     PAGE_SIZE: tl.constexpr,
     WHOLE_PAGES: tl.constexpr,  # no unit crosses into another page
     LIKE_K: tl.constexpr,  # pages of v have the strides of those of k
+    V_IN_K: tl.constexpr,  # v is the first columns of k, a latent cache: no need to load it
 ):
     """Attend to the units [first, last) of one list: partial blocks ask the mask, full ones don't.
 
@@ -280,7 +281,10 @@ def attend(
         if ASK_FULL or (PARTIAL and (MASK_MOD is not None or state_rows is not None)):
             seen = seen_by_a_row(keep, real, BLOCK_N)
         if V_FORMAT == "":
-            v = load_pieces(v_ptr + v_start, v_rows, stride_vd, present, DV, DV_0, DV_1)
+            if V_IN_K:
+                v = k if DV_1 == D_1 else (k[0],)
+            else:
+                v = load_pieces(v_ptr + v_start, v_rows, stride_vd, present, DV, DV_0, DV_1)
             if seen is not None:
                 v = drop_rows(v, seen)
             acc = accumulate_pieces(acc, alpha, p, v, INPUT_PRECISION)
@@ -452,6 +456,7 @@ def _decode_kernel(
     BLOCK_N: tl.constexpr,
     PAGE_SIZE: tl.constexpr,  # or 0
     LIKE_K: tl.constexpr,  # pages of v have the strides of those of k
+    V_IN_K: tl.constexpr,  # v is the first columns of k, a latent cache: no need to load it
     PDL: tl.constexpr,  # the kernel after this one, a reduction or a later call, may start early
     WAITS: tl.constexpr,  # so may this one
 ):
@@ -702,6 +707,7 @@ def _decode_kernel(
             PAGE_SIZE=PAGE_SIZE,
             WHOLE_PAGES=WHOLE_PAGES,
             LIKE_K=LIKE_K,
+            V_IN_K=V_IN_K,
         )
     carry = attend(
         carry,
@@ -758,6 +764,7 @@ def _decode_kernel(
         PAGE_SIZE=PAGE_SIZE,
         WHOLE_PAGES=WHOLE_PAGES,
         LIKE_K=LIKE_K,
+        V_IN_K=V_IN_K,
     )
     m_i, l_i, acc = carry
     l_i = tl.sum(l_i, 1)  # [BLOCK_M]

@@ -260,6 +260,7 @@ def make_plan(call: DecodeCall, config: DecodeConfig) -> Plan:
             "BLOCK_M": config.BLOCK_M,
             "BLOCK_N": config.BLOCK_N,
             "PAGE_SIZE": call.page_size,
+            "V_IN_K": call.v_in_k,
             "LIKE_K": call.page_size > 0 and (outer_k[0], outer_k[2]) == (outer_v[0], outer_v[2]),
             "PDL": config.pdl,
             "WAITS": config.waits,

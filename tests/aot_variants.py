@@ -79,6 +79,7 @@ class Variant:
     page: int = 0
     start: bool = False
     packed: bool = False
+    shared: bool = False
     k_as: tuple[tuple[str, object], ...] = ()  # arguments of `quantize`
     v_as: tuple[tuple[str, object], ...] = ()
     q_as_fp8: bool = False
@@ -93,7 +94,8 @@ EVERYWHERE = {
     "causal": Variant(block=(128, 128), mask="causal", kv_len="tensor"),
     "documents": Variant(B=16, block=(128, 128), mask="documents", score="alibi", aux=True),
     "speculative": Variant(B=64, Lq=4, block=(16, 32), mask="causal", exact=False, sinks=True),
-    "latent": Variant(Hkv=1, G=128, dims=(576, 512), kv_len="tensor"),
+    "latent": Variant(Hkv=1, G=128, dims=(576, 512), kv_len="tensor", shared=True),
+    "latent apart": Variant(Hkv=1, G=128, dims=(576, 512), kv_len="tensor"),
     "float32": Variant(dims=(64, 64), dtype=torch.float32, block=(128, 128), mask="causal"),
     "ragged": Variant(B=32, kv_len="tensor", lists=32),
     "per head": Variant(block=(128, 64), mask="causal", per_head=True, dims=(80, 80)),
@@ -173,6 +175,8 @@ def make_call(variant, device):
     q = tensor(q_batch, Hq, Lq, D)
     q_scale = torch.empty(q_batch, Hq, Lq) if variant.q_as_fp8 else None
     k, v = tensor(made, Hkv, slots, D), tensor(made, Hkv, slots, Dv)
+    if variant.shared:
+        v = k[..., :Dv]
     k = quantize(k.zero_(), **dict(variant.k_as)) if variant.k_as else k
     v = quantize(v.zero_(), **dict(variant.v_as)) if variant.v_as else v
     stored = storage_of(k, v)
@@ -192,6 +196,7 @@ def make_call(variant, device):
         KV_BLOCK=variant.block[1] if variant.block else None,
         lists=variant.lists,
         stored=stored,
+        v_in_k=variant.shared,
         options=dict(variant.options),
     )
     call = DecodeCall(

@@ -435,7 +435,7 @@ def test_a_given_full_block_that_crosses_the_length_asks_the_rule(backend: Backe
 
 @pytest.mark.parametrize(("D", "Dv"), [(36, 32), (80, 64), (80, 72), (32, 32), (24, 9), (80, 16)])
 def test_values_within_the_keys(D: int, Dv: int) -> None:
-    """A latent cache: values are the first columns of the keys, however they are read."""
+    """A latent cache: values are the first columns of the keys, whether read once or twice."""
     backend = BACKENDS[-1]
     at = torch.Generator().manual_seed(D + Dv)
     q = torch.randn(2, 4, 2, D, generator=at).to(backend.device)

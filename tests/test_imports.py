@@ -82,7 +82,7 @@ MAY_IMPORT = {
     "ops": "api appending assembly backends mask_arguments quantization tables trace",
     "packed": "block_mask kernels problem quantization tables",
     "placement": "block_mask checks exchange mods quantization",
-    "plan": "choices kernels.configs problem quantization",
+    "plan": "choices kernels.call kernels.configs problem quantization",
     "problem": "block_mask packed quantization trace",
     "proxies": "graph operations",
     "quantization": "",

@@ -193,7 +193,10 @@ def _check_columns(request: Request) -> None:
 
 
 def _signature(call: DecodeCall, options: dict[str, Any]) -> tuple[Any, ...]:
-    """All that a plan depends on: shapes, strides and kinds, never addresses or values."""
+    """All that a plan depends on: shapes, strides and kinds, never addresses or values.
+
+    One thing of addresses: whether values may be columns of the keys.
+    """
     q, k, v, bias, tables = call.q, call.k, call.v, call.bias, call.tables
     kv_len = call.kv_len
     return (
@@ -209,6 +212,7 @@ def _signature(call: DecodeCall, options: dict[str, Any]) -> tuple[Any, ...]:
         None if call.score_mod is None else call.score_mod.fn,
         None if call.mask_mod is None else call.mask_mod.fn,
         length_bucket(kv_len) if type(kv_len) is int else None,
+        k.data_ptr() == v.data_ptr(),
         call.q_offset is None,
         call.kv_start is None,
         None if call.page_table is None else call.page_table.shape,
