@@ -302,7 +302,9 @@ def balanced_items(units: Tensor, inner: int, processors: int) -> Tensor:
     total, longest, busy = int(units.sum()), int(units.max()), int((units > 0).sum())
     slots = max(processors // inner, 1)
     waves = configs.ceil_div(busy, slots)
-    share = max(configs.ceil_div(total, slots * configs.OVERSUBSCRIBE), configs.MIN_UNITS)
+    wanted = slots * configs.OVERSUBSCRIBE
+    wanted -= len(units) if len(units) * 4 <= wanted else 0
+    share = max(configs.ceil_div(total, wanted), configs.MIN_UNITS)
     if waves * longest * 8 <= configs.ceil_div(total, slots) * 9:
         share = max(longest, 1)
     return (-(-units // share)).clamp(min=1)

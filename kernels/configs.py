@@ -21,7 +21,7 @@ LEGAL = {
 MAX_SPLITS = 1024
 OVERSUBSCRIBE = 2  # items of a balanced launch for each processor
 MIN_UNITS = 4  # steps of the loop that are worth an item of their own
-PLAN_ROWS = (128, 1024)  # sizes that the balanced plan is compiled for
+PLAN_ROWS = (32, 128, 1024)  # sizes that the balanced plan is compiled for
 PLAN_KEYS = 8192  # shorter rows are not worth a plan of ragged lengths
 PLAN_LISTED_KEYS = 65536  # and listed blocks among fewer keys none of ragged lists
 WHOLE_KEYS = 512  # rows up to which a reduction costs more than a split saves
@@ -31,7 +31,6 @@ DECODE_WARPS = 8  # warps on a processor that decode quantised keys and values, 
 DECODE_REGISTERS = 128
 MORE_REGISTERS = 168  # where rows have more coefficients, or more bytes than would fit as often
 REGISTERS = 65536  # of a processor
-EARLY_KEYS = 4096  # rows up to which an early start of the decode kernel gains nothing
 SPAN = 1024  # keys of a split where all are cut at the same places
 FEW_SPLITS = 16  # partial results that the reduction takes at a time where there are no more
 MANY_SPLITS = 64  # and where longer rows may have more
@@ -59,11 +58,7 @@ class DecodeConfig:
     reduce_warps : int
         Warps of a program of the reduction.
     pdl : bool
-        Launch the reduction before the decode kernel ends (compute capability 9.0 or newer).
-    waits : bool
-        Compile the decode kernel so that it can be launched before the one before it has ended.
-    early : bool
-        Launch it so.
+        Launch each kernel before the one before it ends (compute capability 9.0 or newer).
     splits_later : bool
         Longer rows of such calls are split: if the cache may hold them, their reduction is compiled
         with the first call.
@@ -88,8 +83,6 @@ class DecodeConfig:
     reduce_splits: int = 16
     reduce_warps: int = 4
     pdl: bool = False
-    waits: bool = False
-    early: bool = False
     splits_later: bool = False
     plan_rows: int = 0
     processors: int = 1
@@ -331,6 +324,8 @@ def choose_config(
         # Decoding keeps warps busy: several programs on a processor hide one another's waits.
         device = replace(device, processors=device.processors * loop.residents)
     num_splits = _choose_splits(programs, units, keys, device, options)
+    if stored is None and not plan_rows and "BLOCK_N" not in options:
+        loop = _spread(loop, programs * num_splits, D, Dv, itemsize, BLOCK_M, KV_BLOCK, device)
     wide = _unit(128, KV_BLOCK)
     # A block is one step then, and its number, or those of many small pages, are fetched at once.
     gains = page_size % loop.BLOCK_N != 0 if not plan_rows else not ragged
@@ -343,7 +338,7 @@ def choose_config(
     # Two sizes only, whatever the length: each is a kernel of its own.
     longest = _choose_splits(programs, MAX_SPLITS, WHOLE_KEYS + 1, device, {})
     reduce_splits = FEW_SPLITS if max(num_splits, longest) <= FEW_SPLITS else MANY_SPLITS
-    waits = device.pdl and stored is None and D + Dv <= 256
+    width = next_power_of_2(Dv)
     return DecodeConfig(
         BLOCK_M=BLOCK_M,
         BLOCK_N=loop.BLOCK_N,
@@ -352,10 +347,10 @@ def choose_config(
         num_splits=num_splits,
         num_warps=loop.num_warps,
         num_stages=loop.num_stages,
-        reduce_splits=min(reduce_splits, max(REDUCE_ELEMENTS // next_power_of_2(Dv), 1)),
+        reduce_splits=min(reduce_splits, max(REDUCE_ELEMENTS // width, 1)),
+        # Where few are joined each thread keeps to its own columns, and none waits for another.
+        reduce_warps=max(width // 128, 1) if reduce_splits == FEW_SPLITS else 4,
         pdl=device.pdl,
-        waits=waits,
-        early=waits and keys > EARLY_KEYS,
         splits_later=not plan_rows and num_splits == 1 < longest,
         plan_rows=plan_rows,
         processors=device.processors,
@@ -448,6 +443,28 @@ def _choose_loop(
             BLOCK_N //= 2
 
 
+def _spread(
+    loop: _Loop,
+    programs: int,
+    D: int,
+    Dv: int,
+    itemsize: int,
+    BLOCK_M: int,
+    KV_BLOCK: int | None,
+    device: Device,
+) -> _Loop:
+    """Take longer steps where programs would otherwise share processors that others leave idle."""
+    keys = _unit(2 * loop.BLOCK_N, KV_BLOCK)
+    if programs > device.processors or 2 * loop.bytes > device.shared_memory:
+        return loop
+    needed = shared_memory_bytes(
+        BLOCK_M=BLOCK_M, BLOCK_N=keys, num_stages=loop.num_stages, D=D, Dv=Dv, itemsize=itemsize
+    )
+    if D + Dv <= 384 or itemsize > 2 or keys == loop.BLOCK_N or needed > device.shared_memory:
+        return loop
+    return replace(loop, BLOCK_N=keys, bytes=needed)
+
+
 def _choose_quantized_loop(
     BLOCK_M: int,
     D: int,
@@ -526,4 +543,5 @@ def _choose_splits(
         return options["num_splits"]
     if programs == 0 or programs * 4 >= device.processors * 3 or keys <= WHOLE_KEYS:
         return 1
-    return max(1, min(device.processors // programs, units, MAX_SPLITS))
+    useful = ceil_div(units, MIN_SHARE)
+    return max(1, min(device.processors // programs, useful, MAX_SPLITS))

@@ -40,6 +40,8 @@ from flexdecode.kernels.quantized import (
 from flexdecode.kernels.tiles import (
     LOG2E,
     accumulate_pieces,
+    address_of,
+    begin,
     cdiv,
     count_units,
     dot_pieces,
@@ -76,6 +78,32 @@ ANY_ADDRESS = (
     "kv_start_ptr q_offset_ptr tiles_ptr kv_num_blocks_ptr "
     "kv_indices_ptr full_kv_num_blocks_ptr full_kv_indices_ptr block_state_ptr"
 ).split()
+
+
+@triton.jit
+def load_queries(
+    q_ptr,
+    rows,  # [BLOCK_M], int64
+    stride_qd,
+    real,  # [BLOCK_M]
+    FLOAT8: tl.constexpr,
+    Q_FORMAT: tl.constexpr,
+    K_FORMAT: tl.constexpr,
+    K_GROUPS: tl.constexpr,
+    D: tl.constexpr,
+    D_0: tl.constexpr,
+    D_1: tl.constexpr,
+):
+    """Return the queries of a tile in the pieces, or the columns, that the keys come in."""
+    if FLOAT8:
+        q = load_pieces(float8_pointer(q_ptr), rows, stride_qd, real, D, D_0, D_1)
+    elif K_FORMAT == "":
+        q = load_pieces(q_ptr, rows, stride_qd, real, D, D_0, D_1)
+    else:
+        q = load_columns(q_ptr, rows, stride_qd, real, K_FORMAT, K_GROUPS, D)
+    if Q_FORMAT != "" and not FLOAT8:
+        q = decode_queries(q, Q_FORMAT)
+    return q
 
 
 @triton.jit
@@ -457,15 +485,16 @@ def _decode_kernel(
     PAGE_SIZE: tl.constexpr,  # or 0
     LIKE_K: tl.constexpr,  # pages of v have the strides of those of k
     V_IN_K: tl.constexpr,  # v is the first columns of k, a latent cache: no need to load it
-    PDL: tl.constexpr,  # the kernel after this one, a reduction or a later call, may start early
-    WAITS: tl.constexpr,  # so may this one
+    PDL: tl.constexpr,  # launched before the kernel before it has ended
 ):
-    if PDL:
-        # Lets what follows be launched now; it waits there until this kernel has finished.
-        tl.extra.cuda.gdc_launch_dependents()
-    if WAITS:
-        # The kernel before this one may not have finished, and what is read here may come from it.
-        tl.extra.cuda.gdc_wait()
+    # Whatever is read may come from the kernel before this one, which may not have finished. Until
+    # it has, so much is worked out as needs nothing of it.
+    READS_PLAN: tl.constexpr = ROWS > 0 or tiles_ptr is not None
+    FIXED: tl.constexpr = not READS_PLAN and (
+        kv_len_ptr is None and kv_start_ptr is None and kv_num_blocks_ptr is None
+    )
+    if READS_PLAN:
+        begin(None, PDL)
 
     # -- who am I: an item of a row's active blocks, some of its heads and queries ----
     pid = tl.program_id(0)
@@ -527,17 +556,14 @@ def _decode_kernel(
         real = (offs_m < TG * TQ) & (head < G) & (row < last_row)
     head = head_kv * G + head
     q_rows = (table_b * stride_qb + head * stride_qh + row * stride_ql) * ALIGN_Q
-    if FLOAT8:
-        q = load_pieces(float8_pointer(q_ptr), q_rows, stride_qd, real, D, D_0, D_1)
-    elif K_FORMAT == "":
-        q = load_pieces(q_ptr, q_rows, stride_qd, real, D, D_0, D_1)
-    else:
-        q = load_columns(q_ptr, q_rows, stride_qd, real, K_FORMAT, K_GROUPS, D)
-    if Q_FORMAT != "" and not FLOAT8:
-        q = decode_queries(q, Q_FORMAT)
-    DTYPE: tl.constexpr = tl.bfloat16 if Q_FORMAT != "" else q[0].dtype
 
     # -- my share of the active blocks, full ones first ----
+    if not FIXED:
+        if not READS_PLAN:
+            begin(b64 | head_kv, PDL)
+        q = load_queries(
+            q_ptr, q_rows, stride_qd, real, FLOAT8, Q_FORMAT, K_FORMAT, K_GROUPS, D, D_0, D_1
+        )
     kv_len = load_kv_len(lengths, b64, None)
     table_row = table_b * stride_tb + head_kv * stride_th + q_block
     full, partial = count_units(
@@ -549,10 +575,8 @@ def _decode_kernel(
         last = tl.minimum(first + share, full + partial)
     else:
         working = tl.maximum(cdiv(kv_len, SPAN), 1)
-    if split >= working:
-        return
 
-    # -- where my keys, biases and blocks are ----
+    # -- where my keys, pages and blocks are ----
     k_ptr += head_kv * stride_kh * ALIGN_K
     v_ptr += head_kv * stride_vh * ALIGN_V
     stride_kb = stride_kb * ALIGN_K
@@ -594,6 +618,21 @@ def _decode_kernel(
         and KV_BLOCK % BLOCK_N == 0
         and kv_start_ptr is None
     )
+    full_indices = None
+    partial_indices = None
+    if kv_num_blocks_ptr is not None:
+        partial_indices = kv_indices_ptr + table_row * columns
+        if full_kv_num_blocks_ptr is not None:
+            full_indices = full_kv_indices_ptr + table_row * full_columns
+    # -- my queries, and whether there is anything to do ----
+    if FIXED:
+        begin(address_of(k_ptr) | address_of(v_ptr) | working, PDL)
+        q = load_queries(
+            q_ptr, q_rows, stride_qd, real, FLOAT8, Q_FORMAT, K_FORMAT, K_GROUPS, D, D_0, D_1
+        )
+    DTYPE: tl.constexpr = tl.bfloat16 if Q_FORMAT != "" else q[0].dtype
+    if split >= working:
+        return
     bias_rows = None
     if bias_ptr is not None:
         bias_rows = bias_ptr + (table_b * stride_bb + head * stride_bh + row * stride_bl)[:, None]
@@ -603,12 +642,6 @@ def _decode_kernel(
             block_state_ptr
             + (table_b * stride_sb + head * stride_sh + q_block * stride_sq)[:, None]
         )
-    full_indices = None
-    partial_indices = None
-    if kv_num_blocks_ptr is not None:
-        partial_indices = kv_indices_ptr + table_row * columns
-        if full_kv_num_blocks_ptr is not None:
-            full_indices = full_kv_indices_ptr + table_row * full_columns
     if SPAN > 0:
         listed = partial // ((KV_BLOCK + BLOCK_N - 1) // BLOCK_N)
         first, last = span_of(
@@ -709,63 +742,64 @@ def _decode_kernel(
             LIKE_K=LIKE_K,
             V_IN_K=V_IN_K,
         )
-    carry = attend(
-        carry,
-        q,
-        tl.maximum(first - full, 0),
-        last - full,
-        partial_indices,
-        full,
-        kv_len,
-        k_ptr,
-        stride_kb,
-        stride_kn,
-        stride_kd,
-        v_ptr,
-        stride_vb,
-        stride_vn,
-        stride_vd,
-        k_coefficients,
-        q_sums,
-        v_coefficients,
-        pages,
-        bias_rows,
-        stride_bn,
-        state_rows,
-        scale,
-        b,
-        h,
-        q_idx,
-        real,
-        score_args,
-        mask_args,
-        SCORE_MOD,
-        MASK_MOD,
-        PARTIAL=True,
-        ASK_FULL=ASK_FULL,
-        CHECK_BOUNDS=True,
-        INPUT_PRECISION=INPUT_PRECISION,
-        K_FORMAT=K_FORMAT,
-        K_COEFFICIENTS=K_COEFFICIENTS,
-        K_GROUPS=K_GROUPS,
-        V_FORMAT=V_FORMAT,
-        V_COEFFICIENTS=V_COEFFICIENTS,
-        V_GROUPS=V_GROUPS,
-        FLOAT8=FLOAT8,
-        ASSEMBLY=ASSEMBLY,
-        D=D,
-        D_0=D_0,
-        D_1=D_1,
-        DV=DV,
-        DV_0=DV_0,
-        DV_1=DV_1,
-        KV_BLOCK=KV_BLOCK,
-        BLOCK_N=BLOCK_N,
-        PAGE_SIZE=PAGE_SIZE,
-        WHOLE_PAGES=WHOLE_PAGES,
-        LIKE_K=LIKE_K,
-        V_IN_K=V_IN_K,
-    )
+    if last > full:  # or else the start of its pipeline would be run in vain
+        carry = attend(
+            carry,
+            q,
+            tl.maximum(first - full, 0),
+            last - full,
+            partial_indices,
+            full,
+            kv_len,
+            k_ptr,
+            stride_kb,
+            stride_kn,
+            stride_kd,
+            v_ptr,
+            stride_vb,
+            stride_vn,
+            stride_vd,
+            k_coefficients,
+            q_sums,
+            v_coefficients,
+            pages,
+            bias_rows,
+            stride_bn,
+            state_rows,
+            scale,
+            b,
+            h,
+            q_idx,
+            real,
+            score_args,
+            mask_args,
+            SCORE_MOD,
+            MASK_MOD,
+            PARTIAL=True,
+            ASK_FULL=ASK_FULL,
+            CHECK_BOUNDS=True,
+            INPUT_PRECISION=INPUT_PRECISION,
+            K_FORMAT=K_FORMAT,
+            K_COEFFICIENTS=K_COEFFICIENTS,
+            K_GROUPS=K_GROUPS,
+            V_FORMAT=V_FORMAT,
+            V_COEFFICIENTS=V_COEFFICIENTS,
+            V_GROUPS=V_GROUPS,
+            FLOAT8=FLOAT8,
+            ASSEMBLY=ASSEMBLY,
+            D=D,
+            D_0=D_0,
+            D_1=D_1,
+            DV=DV,
+            DV_0=DV_0,
+            DV_1=DV_1,
+            KV_BLOCK=KV_BLOCK,
+            BLOCK_N=BLOCK_N,
+            PAGE_SIZE=PAGE_SIZE,
+            WHOLE_PAGES=WHOLE_PAGES,
+            LIKE_K=LIKE_K,
+            V_IN_K=V_IN_K,
+        )
     m_i, l_i, acc = carry
     l_i = tl.sum(l_i, 1)  # [BLOCK_M]
     if V_FORMAT != "":

@@ -5,7 +5,6 @@ earlier one only fills in its tensors. Compiled variants are kept for all plans 
 Triton's own look-up, which costs more than a short kernel runs.
 """
 
-import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from flexdecode.kernels.arguments import NO_MOD, NOT_QUANTIZED, Arguments
 from flexdecode.kernels.call import Codes, DecodeCall
 from flexdecode.kernels.compiling import Wanted, compile_together
 from flexdecode.kernels.configs import (
+    FEW_SPLITS,
     MIN_TILE,
     WHOLE_KEYS,
     DecodeConfig,
@@ -36,11 +36,7 @@ _compiled: dict[tuple[Any, ...], Any] = {}
 
 
 class Launch:
-    """One kernel of a plan: its grid, compile-time constants and options.
-
-    Where the options hold ``launch_pdl``, the kernel may start before the one before it has ended,
-    if it is `early`. The compiled kernel is the same either way.
-    """
+    """One kernel of a plan: its grid, compile-time constants and options."""
 
     def __init__(
         self,
@@ -48,16 +44,14 @@ class Launch:
         programs: int,
         constants: dict[str, Any],
         options: dict[str, Any],
-        early: bool = True,
     ) -> None:
         self.kernel = kernel
         self.grid = (programs, 1, 1)
         self.constants = constants
         self.options = options
-        self.early = early
         self.values = tuple(constants.values())
-        self.variants: dict[Any, _Variant] = _compiled.setdefault(
-            (kernel, self.values, tuple(options.items()), early), {}
+        self.variants: dict[Any, Any] = _compiled.setdefault(
+            (kernel, self.values, tuple(options.items())), {}
         )
 
     def __call__(self, key: tuple[Any, ...], arguments: Sequence[Any]) -> None:
@@ -67,20 +61,16 @@ class Launch:
             compile_together([self.wanted(arguments)])
             self._keep(key, self._run(arguments, warmup=False))
             return
-        compiled = variant.compiled
         hooks = knobs.runtime
         if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # of a profiler
-            compiled[self.grid](*arguments, *self.values)
+            variant[self.grid](*arguments, *self.values)
             return
-        run = variant.run
-        if run is None:
-            run = variant.run = _launcher(compiled, self.early)
         stream = driver.active.get_current_stream(driver.active.get_current_device())
-        run(
+        variant.run(
             *self.grid,
             stream,
-            compiled.function,
-            compiled.packed_metadata,
+            variant.function,
+            variant.packed_metadata,
             *(None, None, None),  # metadata for hooks, and the hooks
             *arguments,
             *self.values,
@@ -102,7 +92,7 @@ class Launch:
 
     def _keep(self, key: tuple[Any, ...], compiled: Any) -> None:
         if hasattr(compiled, "metadata"):  # the interpreter has nothing to keep
-            self.variants[key] = _Variant(compiled)
+            self.variants[key] = compiled
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,24 +118,6 @@ class BoundLaunch:
         """Launch."""
         aligned = [x.data_ptr() & 15 == 0 for x in self.mod if type(x) is not float]
         self.launch((self.kinds, *aligned), self.arguments)
-
-
-class _Variant:
-    """A compiled kernel, and what launches it; the device has it from the first launch on."""
-
-    __slots__ = ("compiled", "run")
-
-    def __init__(self, compiled: Any) -> None:
-        self.compiled = compiled
-        self.run: Any = None
-
-
-def _launcher(compiled: Any, early: bool) -> Any:
-    run = compiled.run
-    if not early and getattr(run, "launch_pdl", False):
-        run = copy.copy(run)
-        run.launch_pdl = False
-    return run
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,14 +235,13 @@ def make_plan(call: DecodeCall, config: DecodeConfig) -> Plan:
             "V_IN_K": call.v_in_k,
             "LIKE_K": call.page_size > 0 and (outer_k[0], outer_k[2]) == (outer_v[0], outer_v[2]),
             "PDL": config.pdl,
-            "WAITS": config.waits,
         },
         {"num_warps": config.num_warps, "num_stages": config.num_stages}
         | ({"maxnreg": config.max_registers} if config.max_registers else {})
-        | ({"launch_pdl": True} if config.waits else {}),
-        config.early,
+        | ({"launch_pdl": True} if config.pdl else {}),
     )
-    wide = call.partial_dtype == torch.float64
+    # Float64 takes twice the registers, and a good many more for its exponentials.
+    splits = max(config.reduce_splits // (4 if call.partial_dtype == torch.float64 else 1), 1)
     reduce = Launch(
         _reduce_kernel,
         out.shape[0] * Hq * (Lq if call.tiles is None else layout.nQ * BLOCK_Q),
@@ -281,8 +252,8 @@ def make_plan(call: DecodeCall, config: DecodeConfig) -> Plan:
             "BLOCK_DV": next_power_of_2(Dv),
             "KV_BLOCK": KV_BLOCK,
             "BLOCK_N": config.BLOCK_N,
-            # Float64 takes twice the registers, and a good many more for its exponentials.
-            "SPLITS": max(config.reduce_splits // (4 if wide else 1), 1),
+            "SPLITS": splits,
+            "MORE": bool(config.plan_rows) or config.num_splits > splits or splits != FEW_SPLITS,
             "PDL": config.pdl,
         },
         {"num_warps": config.reduce_warps} | ({"launch_pdl": True} if config.pdl else {}),

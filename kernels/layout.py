@@ -52,7 +52,10 @@ class Layout:
         rows = B * heads * nQ
         items = rows * config.num_splits
         if config.plan_rows:
-            items = max(config.processors // inner, 1) * OVERSUBSCRIBE + rows
+            # Each row's last item may be short. Where rows are few the shares grow a little for
+            # it, so that no program has to wait for a place.
+            items = max(config.processors // inner, 1) * OVERSUBSCRIBE
+            items += 0 if rows * 4 <= items else rows
         return cls(rows, heads, nQ, inner, items, config.TG * config.TQ)
 
     @property

@@ -6,6 +6,8 @@ import triton.language as tl
 
 from flexdecode.kernels.configs import FEW_SPLITS
 from flexdecode.kernels.tiles import (
+    address_of,
+    begin,
     cdiv,
     count_units,
     finish_rows,
@@ -29,46 +31,36 @@ ANY_ADDRESS = (
 
 
 @triton.jit
-def join(
-    carry,  # (maximum in log2 [1], sum [1], output [1, BLOCK_DV]) so far
-    acc_ptr,
+def load_parts(
+    m_ptr,
+    acc_ptr,  # at the row's first partial result
     parts,
-    first_part,
-    stride_part,
     start,
-    working,  # partial results of the row
+    working,
+    stride_part,
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Fold in the partial results from `start` on, SPLITS of them at the most."""
-    m_i, l_i, acc = carry
-    m_ptr = acc_ptr + parts * DV
-    l_ptr = m_ptr + parts
+    """Partial results start ... start + SPLITS of a row: m and l, [SPLITS], acc, [SPLITS, DV]."""
+    part = start + tl.arange(0, SPLITS)
+    written = part < working
+    at = part.to(tl.int64) * stride_part
+    m = tl.load(m_ptr + at, mask=written, other=float("-inf"))
+    l = tl.load(m_ptr + parts + at, mask=written, other=0.0)
     offs_d = tl.arange(0, BLOCK_DV)
-    split = start + tl.arange(0, SPLITS)
-    written = split < working  # [SPLITS]
-    part = first_part + split * stride_part
-    m = tl.load(m_ptr + part, mask=written, other=float("-inf"))
-    l = tl.load(l_ptr + part, mask=written, other=0.0)
     tile = tl.load(
-        acc_ptr + part[:, None] * DV + offs_d[None, :],
+        acc_ptr + (at * DV)[:, None] + offs_d[None, :],
         mask=written[:, None] & (offs_d < DV)[None, :],
         other=0.0,
-    )  # [SPLITS, BLOCK_DV]
-    m_new = tl.maximum(m_i, tl.max(m, 0, keep_dims=True))  # [1]
-    m_safe = finite_or_zero(m_new)
-    alpha = tl.math.exp2(m_i - m_safe)
-    weight = tl.math.exp2(m - m_safe)  # [SPLITS]
-    l_i = l_i * alpha + tl.sum(l * weight, 0, keep_dims=True)
-    acc = acc * alpha[:, None] + tl.sum(tile * weight[:, None], 0, keep_dims=True)
-    return m_new, l_i, acc
+    )
+    return m, l, tile
 
 
 # Legend: B sequences, Hq = Hkv * G query heads, G of them to a KV head, Lq query rows, DV the
-# head dim of values. A program owns one row (b, h, i) of the output; it takes SPLITS partial
-# results at a time, FEW where there are no more, and only those that exist: it works out the shares
-# of the row's blocks as the decode kernel did.
+# head dim of values. A program owns one row (b, h, i) of the output; it takes FEW partial results,
+# then SPLITS at a time, and only those that exist: it works out the shares of the row's blocks as
+# the decode kernel did.
 @triton.jit(do_not_specialize=RUN_TIME, do_not_specialize_on_alignment=ANY_ADDRESS)
 def _reduce_kernel(
     acc_ptr,  # [parts, DV] float32 or float64, then m in log2 and l, [parts] each
@@ -110,6 +102,7 @@ def _reduce_kernel(
     KV_BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
+    MORE: tl.constexpr,  # a row may have more than SPLITS partial results
     PDL: tl.constexpr,
 ):
     # -- which row, and which programs wrote it; of packed queries, one of a tile's BLOCK_Q ----
@@ -156,13 +149,15 @@ def _reduce_kernel(
     part_of_item = part_of_item * head_tiles + head % G // TG
     m_row = head % G % TG * TQ + row_in_block % TQ  # of the tile
     first_part = (first_item.to(tl.int64) * inner + part_of_item) * (TG * TQ) + m_row
-    stride_part = inner.to(tl.int64) * (TG * TQ)
-    if PDL:
-        # Even where nothing is left to do: what comes after this kernel must not come before that.
-        tl.extra.cuda.gdc_wait()
-        # The next call's decode kernel may be launched; it waits as well. Not before: it would take
-        # the place of programs that this kernel waits for.
-        tl.extra.cuda.gdc_launch_dependents()
+    stride_part = inner * (TG * TQ)
+    m_ptr = acc_ptr + parts * DV + first_part
+    acc_ptr += first_part * DV
+    sink = None
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head + tl.arange(0, 1))
+    out_ptr += table_b * stride_ob + head * stride_oh + row * stride_ol
+    # Even where nothing is left to do: what comes after this kernel must not come before that.
+    begin(address_of(acc_ptr) | address_of(m_ptr) | address_of(out_ptr) | out_row | working, PDL)
     if working == 1:
         return  # that program wrote the outputs itself
     if tiles_ptr is not None:
@@ -170,36 +165,31 @@ def _reduce_kernel(
             return
 
     # -- join them ----
-    PARTIAL: tl.constexpr = acc_ptr.dtype.element_ty
-    carry = (
-        tl.full((1,), float("-inf"), PARTIAL),
-        tl.zeros((1,), PARTIAL),
-        tl.zeros((1, BLOCK_DV), PARTIAL),
-    )
-    first = 0
-    if FEW < SPLITS:
-        if working <= FEW:  # what is not there would take time as well
-            carry = join(
-                carry, acc_ptr, parts, first_part, stride_part, 0, working, DV, BLOCK_DV, FEW
+    offs_d = tl.arange(0, BLOCK_DV)
+    # Few at first: those that are not there would take time as well.
+    START: tl.constexpr = FEW if FEW < SPLITS else SPLITS
+    m, l, tile = load_parts(m_ptr, acc_ptr, parts, 0, working, stride_part, DV, BLOCK_DV, START)
+    m_i = tl.max(m, 0, keep_dims=True)  # [1]
+    weight = tl.math.exp2(m - finite_or_zero(m_i))  # [START]
+    l_i = tl.sum(l * weight, 0, keep_dims=True)  # [1]
+    acc = tl.sum(tile * weight[:, None], 0, keep_dims=True)  # [1, BLOCK_DV]
+    if MORE:
+        for start in tl.range(START, loop_bound(working), SPLITS):
+            m, l, tile = load_parts(
+                m_ptr, acc_ptr, parts, start, working, stride_part, DV, BLOCK_DV, SPLITS
             )
-            first = working
-    for start in tl.range(loop_bound(first), loop_bound(working), SPLITS):
-        carry = join(
-            carry, acc_ptr, parts, first_part, stride_part, start, working, DV, BLOCK_DV, SPLITS
-        )
-    m_i, l_i, acc = carry
+            m_new = tl.maximum(m_i, tl.max(m, 0, keep_dims=True))
+            m_safe = finite_or_zero(m_new)
+            alpha = tl.math.exp2(m_i - m_safe)
+            weight = tl.math.exp2(m - m_safe)
+            l_i = l_i * alpha + tl.sum(l * weight, 0, keep_dims=True)
+            acc = acc * alpha[:, None] + tl.sum(tile * weight[:, None], 0, keep_dims=True)
+            m_i = m_new
 
     # -- close the softmax ----
-    sink = None
-    if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + head + tl.arange(0, 1))
     factor, lse, m = finish_rows(m_i, l_i, sink)
     out = (acc * factor[:, None]).to(tl.float32)
-    offs_d = tl.arange(0, BLOCK_DV)
-    out_ptrs = (
-        out_ptr + (table_b * stride_ob + head * stride_oh + row * stride_ol) + offs_d[None, :]
-    )
-    tl.store(out_ptrs, out, mask=(offs_d < DV)[None, :])
+    tl.store(out_ptr + offs_d[None, :], out, mask=(offs_d < DV)[None, :])
     if lse_ptr is not None:
         tl.store(lse_ptr + out_row + tl.arange(0, 1), lse)
     if max_ptr is not None:

@@ -22,6 +22,36 @@ def cdiv(a, b):
 
 
 @triton.jit
+def address_of(ptr):
+    """Return a pointer as an int64, for `begin`."""
+    return ptr.to(tl.int64)
+
+
+@triton.jit
+def begin(first, PDL: tl.constexpr):
+    """Wait for earlier kernels, then let the next one be launched, which waits in its turn.
+
+    In this order: what the next one reads before it waits is then older than this kernel, and it
+    takes the place of no program that this one waits for. `first` is what must be worked out
+    before, where it costs nothing: an int64 that is never negative, or None. Compilers put
+    arithmetic off beyond a wait unless the wait itself depends on it.
+    """
+    if PDL:
+        if first is None:
+            tl.extra.cuda.gdc_wait()
+        else:
+            tl.inline_asm_elementwise(
+                "{ .reg .pred p; setp.ge.s64 p, $1, 0; @p griddepcontrol.wait; mov.b32 $0, 0; }",
+                "=r,l",
+                [first],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def loop_bound(n):
     """Pass a scalar to `tl.range`; with NumPy 2.4, Triton 3.6's interpreter needs a Python int."""
     if INTERPRETED:

@@ -62,7 +62,8 @@ def plan_items(
     longest = tl.max(units, 0)
     slots = tl.maximum(processors // inner, 1)
     waves = cdiv(tl.sum((units > 0).to(tl.int32), 0), slots)
-    share = tl.maximum(cdiv(total, slots * OVERSUBSCRIBE), MIN_UNITS)
+    spare = tl.where(rows * 4 <= slots * OVERSUBSCRIBE, rows, 0)  # see `Layout`
+    share = tl.maximum(cdiv(total, slots * OVERSUBSCRIBE - spare), MIN_UNITS)
     if waves * longest * 8 <= cdiv(total, slots) * 9:
         share = tl.maximum(longest, 1)
     items = tl.where(there, tl.maximum(cdiv(units, share), 1), 0)

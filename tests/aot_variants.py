@@ -395,7 +395,8 @@ def one_call(step, variant, device):
         mask_mod=Mod(call.mask_mod.fn, (documents, width + step)),
     )
     # Two sizes of the reduction serve few and many heads.
-    decode(call, replace(config, num_splits=2 + step % 15, reduce_splits=16))
+    fixed = {"num_splits": 2 + step % 15, "reduce_splits": 16, "reduce_warps": 1}
+    decode(call, replace(config, **fixed))
 
 
 def tokens():

@@ -637,9 +637,8 @@ def test_splits_fill_the_device_and_no_more():
 @pytest.mark.parametrize("Hkv", [1, 8, 128])
 def test_longer_rows_take_the_same_kernels(Hkv):
     configs = [choose(keys=2**power, Hkv=Hkv) for power in range(21)]
-    changing = ("num_splits", "early", "splits_later")
+    changing = ("num_splits", "splits_later")
     assert len({repr(replace(c, **dict.fromkeys(changing))) for c in configs}) == 1
-    assert [c.early for c in configs] == [2**power > 4096 for power in range(21)]
     several = [c.num_splits > 1 for c in configs]
     assert several == [2**power > WHOLE_KEYS and Hkv < 128 for power in range(21)]
     # A reduction that is needed later is known from the first row on.

@@ -18,11 +18,10 @@ class Launcher:
     """What a compiled kernel is launched with, as Triton makes it; it notes what it did."""
 
     def __init__(self) -> None:
-        self.launch_pdl = True
         self.launched: list[Any] = []
 
     def __call__(self, x: int, y: int, z: int, *rest: Any) -> None:
-        self.launched.append(((x, y, z), self.launch_pdl, rest[-2:]))
+        self.launched.append(((x, y, z), rest[-2:]))
 
 
 class Kernel:
@@ -49,7 +48,7 @@ def test_a_kernel_is_asked_for_once(kernel: Kernel) -> None:
     for programs in (5, 6):
         Launch(kernel, programs, {"C": 8}, {})(("key",), [1])
     assert kernel.compiled == [False]
-    assert kernel.run_by.launched == [((6, 1, 1), True, (1, 8))]
+    assert kernel.run_by.launched == [((6, 1, 1), (1, 8))]
     Launch(kernel, 5, {"C": 8}, {})(("other",), [1])
     Launch(kernel, 5, {"C": 9}, {})(("key",), [1])
     assert kernel.compiled == [False] * 3
@@ -61,15 +60,7 @@ def test_what_is_prepared_is_not_launched(kernel: Kernel) -> None:
     launch.prepare(("key",), [1])
     assert kernel.compiled == [True] and kernel.run_by.launched == []
     launch(("key",), [7, 8])
-    assert kernel.compiled == [True] and kernel.run_by.launched == [((5, 1, 1), True, (7, 8))]
-
-
-def test_one_kernel_starts_early_and_late(kernel: Kernel) -> None:
-    """The attribute of a launch belongs to the call, not to the compiled kernel."""
-    for early in (True, False, True, False):
-        Launch(kernel, 1, {}, {"launch_pdl": True}, early)((), [1, 2])
-    launched = kernel.run_by.launched  # a copy of the launcher shares the list
-    assert [early for _, early, _ in launched] == [True, False] and kernel.run_by.launch_pdl
+    assert kernel.compiled == [True] and kernel.run_by.launched == [((5, 1, 1), (7, 8))]
 
 
 def test_other_addresses_are_other_variants(kernel: Kernel) -> None:
