@@ -277,7 +277,7 @@ class Bench:
 
     def sweep(self, sizes: tuple[Size, ...]) -> None:
         """Try kernel options: the rules' own choice, and the fastest of each format."""
-        rules = configs.DECODE_REGISTERS, configs.MORE_REGISTERS
+        rules = configs.NIBBLE_REGISTERS, configs.BYTE_REGISTERS
         for size, (name, format) in itertools.product(sizes, self.formats()):
             sets = self.sets(size, format)
             found: dict[str, Record] = {}
@@ -285,14 +285,14 @@ class Bench:
                 if self.over():
                     break
                 most = rules if registers is None else (registers, registers)
-                configs.DECODE_REGISTERS, configs.MORE_REGISTERS = most
+                configs.NIBBLE_REGISTERS, configs.BYTE_REGISTERS = most
                 _forget_plans()
                 run = partial(self.own, options=options)
                 said = "as the rules choose"
                 if options is not None:
                     said = f"{options}, {registers} registers"
                 found[said] = self.measure(size, name, "flexdecode", sets, run)
-            configs.DECODE_REGISTERS, configs.MORE_REGISTERS = rules
+            configs.NIBBLE_REGISTERS, configs.BYTE_REGISTERS = rules
             timed = [(r.median, said) for said, r in found.items() if r.median is not None]
             if not timed:
                 continue

@@ -28,8 +28,10 @@ WHOLE_KEYS = 512  # rows up to which a reduction costs more than a split saves
 MIN_SHARE = 2  # steps of the loop that are worth a split of their own
 DECODE_WARPS = 8  # warps on a processor that decode quantised keys and values, in tiles of 16 rows
 # Most registers of a thread that decodes for smaller tiles: it says how many warps there are then.
-DECODE_REGISTERS = 128
-MORE_REGISTERS = 168  # where rows have more coefficients, or more bytes than would fit as often
+NIBBLE_REGISTERS = 0  # 0 leaves it to the compiler
+BYTE_REGISTERS = 128
+WIDE_REGISTERS = 168  # where rows have more bytes than would fit as often
+BYTE_RESIDENTS = 3  # programs of four warps on a processor; more did not pay
 REGISTERS = 65536  # of a processor
 SPAN = 1024  # keys of a split where all are cut at the same places
 FEW_SPLITS = 16  # partial results that the reduction takes at a time where there are no more
@@ -481,7 +483,8 @@ def _choose_quantized_loop(
     if page_size and page_size & -page_size >= 32:
         most = min(most, page_size & -page_size)  # one look-up for a whole step
     if BLOCK_M < MIN_TILE:
-        warps, keys, stages = (1, 32, 3) if stored.narrow or D + Dv > 256 else (2, 64, 3)
+        alone = stored.nibbles or stored.narrow or D + Dv > 256
+        warps, keys, stages = (1, 32, 3) if alone else (4, 64, 3)
     elif BLOCK_M > 32 or D + Dv > 256 or itemsize >= 4:
         warps = 8 if BLOCK_M * sum(split_dim(Dv)) > 8192 else 1 if stored.narrow else 4
         keys, stages = 32 if itemsize >= 4 or D + Dv > 384 or stored.narrow else 64, 2
@@ -505,12 +508,14 @@ def _choose_quantized_loop(
         if needed <= device.shared_memory or not (stages_left or keys_left):
             residents, registers = max(DECODE_WARPS // num_warps, 1), 0
             if BLOCK_M < MIN_TILE:
-                registers = MORE_REGISTERS
-                if stored.nibbles and stored.groups == 1:
-                    registers = DECODE_REGISTERS
+                registers = WIDE_REGISTERS if D + Dv > 256 else BYTE_REGISTERS
+                if stored.nibbles:
+                    registers = NIBBLE_REGISTERS
                 in_flight = max(num_stages - 1, 1) * BLOCK_N * stored.row_bytes + 4096
                 residents = REGISTERS // (32 * (registers or 256) * num_warps)
                 residents = max(min(residents, device.shared_memory // in_flight), 1)
+                if num_warps == 4:
+                    residents = min(residents, BYTE_RESIDENTS)
             return _Loop(BLOCK_N, num_warps, num_stages, needed, False, residents, registers)
         if stages_left:
             num_stages -= 1

@@ -164,9 +164,7 @@ def _reduce_kernel(
         if not there:
             return
 
-    # -- join them ----
-    offs_d = tl.arange(0, BLOCK_DV)
-    # Few at first: those that are not there would take time as well.
+    # -- join them; few at first: those that are not there would take time as well ----
     START: tl.constexpr = FEW if FEW < SPLITS else SPLITS
     m, l, tile = load_parts(m_ptr, acc_ptr, parts, 0, working, stride_part, DV, BLOCK_DV, START)
     m_i = tl.max(m, 0, keep_dims=True)  # [1]
@@ -175,20 +173,21 @@ def _reduce_kernel(
     acc = tl.sum(tile * weight[:, None], 0, keep_dims=True)  # [1, BLOCK_DV]
     if MORE:
         for start in tl.range(START, loop_bound(working), SPLITS):
-            m, l, tile = load_parts(
+            m_s, l_s, tile_s = load_parts(
                 m_ptr, acc_ptr, parts, start, working, stride_part, DV, BLOCK_DV, SPLITS
             )
-            m_new = tl.maximum(m_i, tl.max(m, 0, keep_dims=True))
+            m_new = tl.maximum(m_i, tl.max(m_s, 0, keep_dims=True))
             m_safe = finite_or_zero(m_new)
             alpha = tl.math.exp2(m_i - m_safe)
-            weight = tl.math.exp2(m - m_safe)
-            l_i = l_i * alpha + tl.sum(l * weight, 0, keep_dims=True)
-            acc = acc * alpha[:, None] + tl.sum(tile * weight[:, None], 0, keep_dims=True)
+            weight_s = tl.math.exp2(m_s - m_safe)  # [SPLITS]
+            l_i = l_i * alpha + tl.sum(l_s * weight_s, 0, keep_dims=True)
+            acc = acc * alpha[:, None] + tl.sum(tile_s * weight_s[:, None], 0, keep_dims=True)
             m_i = m_new
 
     # -- close the softmax ----
     factor, lse, m = finish_rows(m_i, l_i, sink)
     out = (acc * factor[:, None]).to(tl.float32)
+    offs_d = tl.arange(0, BLOCK_DV)
     tl.store(out_ptr + offs_d[None, :], out, mask=(offs_d < DV)[None, :])
     if lse_ptr is not None:
         tl.store(lse_ptr + out_row + tl.arange(0, 1), lse)

@@ -362,6 +362,9 @@ def test_what_no_graph_holds_breaks_it_and_says_why():
     torch.testing.assert_close(torch.compile(region, backend="eager")(Q), region(Q))
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="torch 2.11 fails to look at such a rule, with an error"
+)
 def test_rules_over_tensors_of_the_region_break_it():
     def region(q):
         slopes = torch.arange(HQ) * q.sum()
