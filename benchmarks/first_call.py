@@ -140,10 +140,9 @@ def _watch_triton(clock: _Clock) -> None:
 
 def _one_by_one() -> None:
     """Let Triton compile each kernel when it is launched."""
-    from flexdecode.kernels import compiling, startup
+    from flexdecode.kernels import compiling
 
-    startup.start = lambda: None
-    compiling.compile_together = lambda wanted: [None] * len(wanted)
+    compiling.compile_together = lambda wanted: None
 
 
 def measure(device: torch.device, backend: str, size: str, one_by_one: bool) -> Process:

@@ -342,7 +342,6 @@ def prepare(
         checks.check_return_aux(return_aux)
     options = checks.check_options(kernel_options) if kernel_options is not None else {}
     name = choose_backend(backend, problem.device)
-    load_backend(name)
     score = None
     if score_mod is not None:
         checks.check_score_mod(score_mod)

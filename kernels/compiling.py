@@ -1,11 +1,15 @@
 """Compile kernels side by side, and the launcher of each beside it.
 
 Triton compiles a kernel when it is first launched, and only then has a C compiler build the code
-that launches it; then the same for the next kernel. Most of that time is spent outside Python.
+that launches it; then the same for the next kernel. Most of that time is spent outside Python. So
+is the time for what Triton does once in a process: a C compiler builds its access to the driver,
+and it hashes its own 400 MiB.
 """
 
+import contextlib
 import contextvars
 import os
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -14,6 +18,9 @@ from typing import Any, NamedTuple
 from triton import AsyncCompileMode, FutureKernel
 from triton.compiler import ASTSource
 from triton.runtime import driver
+
+_lock = threading.Lock()
+_started = False
 
 
 class Wanted(NamedTuple):
@@ -47,11 +54,36 @@ def compile_together(wanted: Sequence[Wanted]) -> None:
     """
     if not wanted or not all(hasattr(each.kernel, "device_caches") for each in wanted):
         return  # the interpreter compiles nothing
+    _start()
     # On few processors the first must not wait for what the others want.
     threads = max(min(2 * len(wanted), os.cpu_count() or 1), 2)
     with ThreadPoolExecutor(threads, "flexdecode compiles") as pool:
         # In the caller's context another such mode may be active.
         contextvars.Context().run(_compile, pool, wanted)
+
+
+def _start() -> None:
+    """Do side by side what Triton would do one after the other before the first kernel."""
+    global _started
+    with _lock:
+        if not _started:
+            thread = threading.Thread(target=_reach_driver, name="flexdecode starts")
+            thread.start()
+            _hash_triton()
+            thread.join()
+        _started = True
+
+
+def _reach_driver() -> None:
+    with contextlib.suppress(Exception):  # the next use raises it again, where it can be caught
+        _ = driver.active.utils
+
+
+def _hash_triton() -> None:
+    with contextlib.suppress(ImportError):  # another version: it is hashed when it has to be
+        from triton.runtime.cache import triton_key
+
+        triton_key()  # it remembers
 
 
 def _compile(pool: ThreadPoolExecutor, wanted: Sequence[Wanted]) -> None:

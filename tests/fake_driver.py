@@ -13,13 +13,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
-import torch
 import triton
 from aot_variants import TARGETS, Variant, causal_mask, make_call
 from triton import knobs
 from triton.runtime import driver
 
-from flexdecode.kernels import compiling, startup
+from flexdecode.kernels import compiling
 from flexdecode.kernels.call import Mod
 from flexdecode.kernels.launch import decode
 
@@ -156,27 +155,34 @@ def little_memory():
 
 
 def start():
-    """The start of a process, and what a second one adds."""
-    found, reached = FakeDriver(), []
+    """What is done once in a process, during two calls."""
+    FakeDriver()
+    meeting = threading.Barrier(2)
+    done = []
 
     def reach():
-        reached.append(threading.current_thread().name)
+        done.append("driver")
+        meeting.wait(60)
+
+    def key():
+        done.append("hash")
+        meeting.wait(60)
 
     with (
-        mock.patch.object(torch.cuda, "is_available", lambda: True),
-        mock.patch.object(startup, "_reach_driver", reach),
-        mock.patch("triton.runtime.cache.triton_key") as key,
+        mock.patch.object(compiling, "_reach_driver", reach),
+        mock.patch.object(compiling, "_hash_triton", key),
     ):
-        for _ in range(2):
-            startup.start()
-    return {"reached": reached, "hashed": key.call_count, **found.seen()}
+        for dims in ((64, 64), (128, 128)):
+            decode(*make_call(replace(CALL, dims=dims), DEVICE))
+    return {"done": sorted(done), "broken": meeting.broken}
 
 
-def start_without_driver():
-    """A driver that cannot be had is for the first launch to tell."""
-    with mock.patch.object(torch.cuda, "is_available", lambda: True):
-        startup.start()
-    return {"threads": threading.active_count()}
+def without_driver():
+    """A machine without any: Triton's own error, as if nothing were done beforehand."""
+    try:
+        decode(*make_call(CALL, DEVICE))
+    except RuntimeError as raised:
+        return {"error": str(raised)}
 
 
 def watched():

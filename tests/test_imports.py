@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "problem quantization repeats trace",
     "assembly": "block_mask bound_mask graph_text kernels.tables packed quantization tables trace",
     "appending": "backends checks compiled kernels quantization",
-    "backends": "kernels problem",
+    "backends": "problem",
     "backends.cpu": "block_codes caches evaluate packed plan problem quantization "
     "rows softmax tables trace",
     "backends.reference": "caches evaluate packed problem quantization trace",

@@ -55,10 +55,6 @@ def load_backend(name: str) -> Callable[[Request], Result]:
     """The ``run`` function of a backend, imported on first use."""
     run = _loaded.get(name)
     if run is None:
-        if name == "triton":
-            from flexdecode.kernels.startup import start
-
-            start()
         run = importlib.import_module(f"flexdecode.backends.{name}").run
         _loaded[name] = run
     return run
