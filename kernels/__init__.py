@@ -2,8 +2,8 @@
 
 Read `decode` first (the legend, the kernel, its loop), then `tiles`, `worklist` and `reduce`;
 `pages` and `quantized` say where and what the keys of other caches are;
-`tables` and `interval_tables` build block tables, `launch` turns a call into launches, `configs`
-chooses tiles; `merge` joins whole calls.
+`tables` and `interval_tables` build block tables, `launch` turns a call into launches, `compiling`
+compiles them side by side, `configs` chooses tiles; `merge` joins whole calls.
 """
 
 if __name__ != "flexdecode.kernels":
