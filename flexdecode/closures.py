@@ -303,6 +303,8 @@ class _Rebuilder:
             return functools.partial(func, *args, **words)
         if isinstance(value, np.generic) and isinstance(value.item(), (int, float)):
             return self.visit(value.item(), name)
+        if value is Tensor:
+            return facade(value)
         if isinstance(value, (BuiltinFunctionType, ModuleType)) and _of_torch(value):
             return facade(value)
         return value

@@ -291,7 +291,7 @@ def _truth(operand: Any) -> Any:
 
 def _binary(op: str) -> Callable[..., Any]:
     def apply(first: Any, second: Any, *, alpha: Any = None) -> Any:
-        return binary(op, first, second if alpha is None else binary("mul", second, alpha))
+        return binary(op, first, second if alpha is None else second * alpha)
 
     return apply
 
@@ -508,10 +508,34 @@ class ModuleFacade:
         return facade(getattr(self._module, name))
 
 
+class _TensorKind(type):
+    """Asks and calls the real class, but for ``isinstance`` of a stand-in."""
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        if is_proxy(value):
+            return type(value) is not Number
+        return isinstance(value, Tensor)
+
+    def __subclasscheck__(cls, kind: type) -> bool:
+        return issubclass(kind, Tensor)
+
+    def __getattr__(cls, name: str) -> Any:
+        return facade(getattr(Tensor, name))
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return Tensor(*args, **kwargs)
+
+
+class TensorFacade(metaclass=_TensorKind):
+    """``torch.Tensor``, seen from inside a mod: stand-ins of indices and captures are tensors."""
+
+
 def facade(value: Any) -> Any:
-    """`value`, or what replaces it where it is a torch module or function."""
+    """`value`, or what replaces it where it is a torch module, a function or ``Tensor``."""
     if isinstance(value, ModuleType):
         return ModuleFacade(value)
+    if value is Tensor:
+        return TensorFacade
     if not callable(value) or isinstance(value, type):
         return value
 

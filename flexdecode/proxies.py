@@ -136,7 +136,11 @@ class Tracer:
 
 
 def is_proxy(value: Any) -> bool:
-    """True for `Value`, `Number` and `Array` (whose ``__class__`` pretends otherwise)."""
+    """True for `Value`, `Number` and `Array`.
+
+    None of them pretends to be a tensor: torch's C++ reads the memory of whatever ``isinstance``
+    calls one. `operations.TensorFacade` answers that question inside a mod.
+    """
     return issubclass(type(value), _Operand)
 
 
@@ -235,8 +239,6 @@ class Value(_Operand):
     def __init__(self, tracer: Tracer, node: Node) -> None:
         self.tracer = tracer
         self.node = node
-
-    __class__ = property(lambda self: Tensor)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -370,8 +372,6 @@ class Array(_Operand):
         self.sizes = sizes
         self._dtype = dtype
         self.element = element
-
-    __class__ = property(lambda self: Tensor)
 
     @property
     def dtype(self) -> torch.dtype:

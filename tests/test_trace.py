@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from flexdecode.evaluate import evaluate
 from flexdecode.mods import and_masks, mask_mod
@@ -27,6 +28,10 @@ module_window = 5
 module_table = torch.arange(10)
 NEST = {"window": 3}
 SPARSE = torch.eye(12).to_sparse()
+
+
+def _is_tensor(x):
+    return isinstance(x, torch.Tensor)
 
 
 def window(size):
@@ -214,6 +219,45 @@ def test_math_min_and_isinstance_on_numbers():
     one = torch.ones(1, 1)
     assert dense(mod(3, 4.0), "score", 1, 1, score=one).item() == 5
     assert dense(mod(8, 9.0), "score", 1, 1, score=one).item() == 7
+
+
+def test_isinstance_tells_tensors_from_numbers():
+    def mod(size, table):
+        def rule(s, b, h, q, k):
+            for each in (s, q, q - k, table, table[k]):
+                assert isinstance(each, torch.Tensor) and isinstance(each, (int, Tensor))
+            assert not isinstance(size, torch.Tensor) and issubclass(torch.nn.Parameter, Tensor)
+            assert isinstance(torch.Tensor([1.0]), torch.Tensor)
+            return Tensor.abs(s) + size
+
+        return rule
+
+    one = torch.ones(1, 1)
+    assert dense(mod(3, torch.arange(9)), "score", 1, 1, score=-one).item() == 4
+
+
+def test_stand_ins_are_no_tensors_to_torch_itself():
+    """C++ reads the memory of what isinstance calls a tensor, where it looks for a number too."""
+    seen = []
+
+    class Rule:
+        """Its parts cannot be walked, so that the functions which it calls are torch's own."""
+
+        table = torch.arange(12)
+
+        def __call__(self, s, b, h, q, k):
+            seen.extend(map(_is_tensor, (s, q, self.table[k], self.table[:3])))
+            seen.append(_is_tensor(self.table))
+            s = torch.where(q >= k, s, 0.5)
+            s = torch.where(q - k < 9, 0.25, s)
+            late = torch.add(k, 1, alpha=2) > torch.add(0, 7, alpha=k // k.clamp(min=1))
+            return torch.where(late, torch.clamp(s, 0.1, 9), self.table[k])
+
+    got = dense(Rule(), "score", score=torch.full((12, 12), 3.0))
+    assert seen == [False] * 3 + [True] * 2
+    q, k = torch.arange(12)[:, None], torch.arange(12)[None, :]
+    wanted = torch.where(q - k < 9, 0.25, torch.where(q >= k, 3.0, 0.5))
+    torch.testing.assert_close(got, torch.where(k + 2 > 7 * (k > 0), wanted, k.float()))
 
 
 def test_shapes_of_captures_are_run_time_numbers():
