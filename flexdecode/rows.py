@@ -63,12 +63,15 @@ class Rows:
     bias: Tensor | None  # [X or 1, Y or 1, G or 1, T, N]
     places: Callable[[], Places]  # made when a mod asks
 
-    def padded(self, keys: int) -> Rows:
-        """As many keys, the last of them made up."""
-        more = keys - self.k.shape[2]
+    def laid_out(self, keys: int) -> Rows:
+        """The same in memory of their own, in one order, and so many keys, the last made up."""
+
+        def filled(x: Tensor) -> Tensor:
+            return pad(x, (0, 0, 0, keys - x.shape[2])).clone(memory_format=torch.contiguous_format)
+
+        q = self.q.clone(memory_format=torch.contiguous_format)
         bias = None if self.bias is None else pad(self.bias, (0, keys - self.bias.shape[4]))
-        k, v = pad(self.k, (0, 0, 0, more)), pad(self.v, (0, 0, 0, more))
-        return Rows(self.q, k, v, bias, self.places)
+        return Rows(q, filled(self.k), filled(self.v), bias, self.places)
 
 
 @dataclass(frozen=True, eq=False)

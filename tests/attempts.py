@@ -6,14 +6,25 @@ A rule is Python text, so that a failing call is printed, made smaller and kept 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flexdecode import AuxRequest, BlockMask, attention, create_block_mask, dequantize, quantize
+from flexdecode import (
+    AuxRequest,
+    BlockMask,
+    attention,
+    choices,
+    create_block_mask,
+    dequantize,
+    quantize,
+)
+from flexdecode.kernels import configs
 from tests.cache_cases import Case
 from tests.helpers import assert_within
 
@@ -49,6 +60,9 @@ class Attempt:
         Python expressions in b, h, q, k (and s) and the names of `captures`; empty for none.
     mask_kind : {"lazy", "bound", "sized", "fixed", "listed"}
         ``listed``: random tables of blocks beside the rule.
+    again : str
+        Where keys are kept when each sequence is attended again, alone and beside others: batch
+        invariance, the same bits. Empty where that is not asked for.
     """
 
     seed: int = 0
@@ -72,6 +86,7 @@ class Attempt:
     bias: bool = False
     sinks: bool = False
     splits: int | None = None
+    again: str = ""
 
     def __str__(self) -> str:
         changed = [
@@ -174,10 +189,14 @@ def attempts(draw: st.DrawFn) -> Attempt:
     mask = draw(st.one_of(st.just(""), booleans(2)))
     mask_kind = "lazy"
     if mask:
-        kinds = ["lazy", "bound"] if packed else ["lazy", "bound", "sized", "fixed", "listed"]
-        mask_kind = draw(st.sampled_from(kinds))
-    size = draw(st.integers(1, 20))
-    kind = draw(st.sampled_from(["dense", "padded", "packed", "gappy", "paged", "paged + start"]))
+        usable = ["lazy", "bound"] if packed else ["lazy", "bound", "sized", "fixed", "listed"]
+        mask_kind = draw(st.sampled_from(usable))
+    kinds = st.sampled_from(["dense", "padded", "packed", "gappy", "paged", "paged + start"])
+    stored = st.tuples(kinds, st.integers(1, 20)).map(
+        lambda found: found[0].replace("paged", f"paged {found[1]}")
+    )
+    kind = draw(stored)
+    again = draw(stored) if draw(st.integers(0, 3)) == 3 else ""
     offset = None
     if mask_kind in ("lazy", "fixed") and draw(st.booleans()):
         offset = tuple(draw(st.lists(st.integers(-6, 20), min_size=B, max_size=B)))
@@ -191,7 +210,7 @@ def attempts(draw: st.DrawFn) -> Attempt:
         D=draw(dims),
         Dv=draw(dims),
         dtype=draw(st.sampled_from(["float32", "bfloat16", "float16"])),
-        kind=kind.replace("paged", f"paged {size}"),
+        kind=kind,
         k_format=k_format,
         v_format=v_format,
         layout=draw(st.sampled_from(["plain", "wide", "turned", "every other"])),
@@ -202,7 +221,8 @@ def attempts(draw: st.DrawFn) -> Attempt:
         q_offset=offset,
         bias=draw(st.integers(0, 4)) == 4,
         sinks=draw(st.integers(0, 4)) == 4,
-        splits=draw(st.sampled_from([None, 1, 3])),
+        splits=None if again else draw(st.sampled_from([None, 1, 3])),
+        again=again,
     )
 
 
@@ -266,7 +286,12 @@ class Call:
 
 def prepare(attempt: Attempt, device: str) -> Call:
     """Draw an attempt's numbers and work out what it must give."""
-    a = attempt
+    call = _drawn(attempt, device)
+    _expect_all(attempt, call)
+    return call
+
+
+def _drawn(a: Attempt, device: str) -> Call:
     dtype = getattr(torch, a.dtype)
     case = Case.random(
         a.seed, list(a.kv_len), list(a.q_len), Hkv=a.Hkv, G=a.G, D=a.D, Dv=a.Dv,
@@ -290,12 +315,56 @@ def prepare(attempt: Attempt, device: str) -> Call:
     slots = max(*a.kv_len, 1)
     bias = torch.randn(1, Hq, total, slots, generator=at).to(device) if a.bias else None
     sinks = torch.randn(Hq, generator=at).to(device) if a.sinks else None
-    call = Call(case, mask, score, states, [], bias, sinks, [], [], [])
-    row = 0
+    return Call(case, mask, score, states, [], bias, sinks, [], [], [])
+
+
+def _first_row(a: Attempt, b: int) -> int:
+    """First row of a sequence in q."""
+    return sum(a.q_len[:b]) if a.packed else 0
+
+
+def _expect_all(a: Attempt, call: Call) -> None:
     for b in range(len(a.kv_len)):
-        _expect(a, call, b, row)
-        row += a.q_len[b] if a.packed else 0
-    return call
+        _expect(a, call, b, _first_row(a, b))
+
+
+def elsewhere(a: Attempt, call: Call, b: int, alone: bool) -> tuple[Attempt, Call, int]:
+    """Put sequence b into another cache, alone or beside others; return its place there too."""
+    place, lengths, counts = b, list(a.kv_len), list(a.q_len)
+    if alone:
+        place, lengths, counts = 0, [lengths[b]], [counts[b]]
+    for other in range(len(lengths)):
+        if other != place:
+            lengths[other] = (7 * lengths[other] + 11) % 41
+            counts[other] = (counts[other] + 3) % 7 if a.packed else counts[other]
+    new = dataclasses.replace(
+        a,
+        seed=a.seed + 3,  # lists of blocks have as many heads
+        kv_len=tuple(lengths),
+        q_len=tuple(counts),
+        kind=a.again,
+        layout="plain",
+        q_offset=a.q_offset if a.q_offset is None or not alone else (a.q_offset[b],),
+    )
+    made = _drawn(new, str(call.case.k.device))
+    n, rows = lengths[place], counts[place]
+    made.case.q[place] = call.case.q[b]
+    for x, old in ((made.case.k, call.case.k), (made.case.v, call.case.v)):
+        x[place, :, :n] = old[b, :, :n]
+    made.mask, made.score, made.sinks = call.mask, call.score, call.sinks
+    if alone:  # rules still see b as the number of the sequence
+        if call.mask is not None:
+            made.mask = lambda zero, h, q, k: call.mask(zero + b, h, q, k)
+        if call.score is not None:
+            made.score = lambda s, zero, h, q, k: call.score(s, zero + b, h, q, k)
+    if made.lists is not None and call.lists is not None:
+        columns = -(-n // a.block[1])
+        made.lists[place, ..., :columns] = call.lists[b, ..., :columns]
+    if made.bias is not None and call.bias is not None:
+        to, origin = _first_row(new, place), _first_row(a, b)
+        made.bias[:, :, to : to + rows, :n] = call.bias[:, :, origin : origin + rows, :n]
+    _expect_all(new, made)
+    return new, made, place
 
 
 def _expect(a: Attempt, call: Call, b: int, row: int) -> None:
@@ -419,23 +488,33 @@ def _mask(
     return mask
 
 
+def _rows(a: Attempt, call: Call, backend: str, device: str) -> list[tuple[Tensor, ...]]:
+    """Make a call: output, LSE and greatest score of each sequence."""
+    options: dict[str, Any] = {"approx": False}
+    if a.splits is not None:
+        options |= {"num_splits": a.splits, "BLOCK_N": 16}
+    with pytest.MonkeyPatch.context() as patch:
+        if a.again:
+            options |= {"deterministic": "batch_invariant", "BLOCK_N": 16}
+            patch.setattr(configs, "SPAN", 16)  # several splits, of as few keys as there are
+            patch.setattr(choices, "generation", -16)  # plans of their own
+        out, aux = attention(
+            **arguments(a, call, device),
+            backend=backend,
+            return_aux=AuxRequest(lse=True, max_scores=True),
+            kernel_options=options,
+        )
+    results = (out, aux.lse, aux.max_scores)
+    return list(zip(*(call.case.rows(x, a.packed) for x in results), strict=True))
+
+
 def check(attempt: Attempt, backend: str, device: str = "cpu") -> None:
     """Make a call on a backend, and compare it with the dense formula in float64."""
     a = attempt
     call = prepare(a, device)
-    options: dict[str, Any] = {"approx": False}
-    if a.splits is not None:
-        options |= {"num_splits": a.splits, "BLOCK_N": 16}
-    out, aux = attention(
-        **arguments(a, call, device),
-        backend=backend,
-        return_aux=AuxRequest(lse=True, max_scores=True),
-        kernel_options=options,
-    )
+    found = _rows(a, call, backend, device)
     exact = a.dtype == "float32" and not (a.k_format or a.v_format)
-    for b, (mine, lse, top) in enumerate(
-        zip(*(call.case.rows(x, a.packed) for x in (out, aux.lse, aux.max_scores)), strict=True)
-    ):
+    for b, (mine, lse, top) in enumerate(found):
         finite = [x[x.isfinite()].abs().max().item() if x.isfinite().any() else 0.0
                   for x in (call.outs[b], call.lses[b], call.tops[b])]  # fmt: skip
         values = call.case.v[b].abs().max().item()
@@ -444,6 +523,14 @@ def check(attempt: Attempt, backend: str, device: str = "cpu") -> None:
         assert_within(mine, call.outs[b], unit * (1 + values) * scores, f"out of sequence {b}")
         assert_within(lse, call.lses[b], unit * scores, f"lse of sequence {b}")
         assert_within(top, call.tops[b], unit * scores, f"max_scores of sequence {b}")
+    if a.again and backend != "reference":  # which is float64, and promises no bits
+        for b, alone in itertools.product(range(len(found)), (True, False)):
+            new, made, place = elsewhere(a, call, b, alone)
+            again = _rows(new, made, backend, device)[place]
+            for name, x, y in zip(("out", "lse", "max_scores"), found[b], again, strict=True):
+                assert torch.equal(x, y), (
+                    f"{name} of sequence {b} has other bits {'alone' if alone else 'beside others'}"
+                )
 
 
 def as_test(attempt: Attempt, backend: str) -> str:

@@ -298,10 +298,11 @@ class _Tile:
         if lo >= hi:
             return None
         some = rows.cut(slice(first + lo, first + hi) if position is None else position)
-        if some.k.shape[2] < hi - lo:  # the cache ends within the block
-            some = some.padded(hi - lo)
+        owned = scattered or rows.copies
+        if self.call.invariant:  # the bits of a product depend on strides and addresses
+            some, owned = some.laid_out(hi - lo), True
         shifted = [Allowed(each.start - lo, each.mask) for each in found]
-        return self._scored(some, lambda: kv_idx(lo, hi), shifted, scattered or rows.copies)
+        return self._scored(some, lambda: kv_idx(lo, hi), shifted, owned)
 
     def _asks(self, codes: Codes) -> bool:
         """True where a partial block needs more than being cut at a length."""
