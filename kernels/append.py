@@ -42,7 +42,9 @@ def write_row(
         head = first + tl.arange(0, BLOCK_H)[:, None]
         there = (head < heads) & (offs_d < D)  # [BLOCK_H, BLOCK_D]
         head = head.to(tl.int64)
-        x = tl.load(new_ptr + head * stride_nh + offs_d * stride_nd, mask=there)
+        new_ptrs = new_ptr + head * stride_nh
+        column = offs_d.to(tl.int64)
+        x = tl.load(new_ptrs + column * stride_nd, mask=there)
         if ROTARY > 0:
             if INTERLEAVED:
                 pair = offs_d // 2
@@ -55,11 +57,11 @@ def write_row(
             turned = offs_d < ROTARY  # [1, BLOCK_D]
             cos = tl.load(cos_ptr + pair, mask=turned, other=1.0).to(tl.float32)
             sin = tl.load(sin_ptr + pair, mask=turned, other=0.0).to(tl.float32)
-            partner_ptrs = new_ptr + head * stride_nh + partner * stride_nd
+            partner_ptrs = new_ptrs + partner.to(tl.int64) * stride_nd
             y = tl.load(partner_ptrs, mask=there & turned, other=0.0)
             x = x.to(tl.float32) * cos + sign * y.to(tl.float32) * sin
         x = x.to(cache_ptr.dtype.element_ty)
-        tl.store(cache_ptr + head * stride_ch + offs_d * stride_cd, x, mask=there)
+        tl.store(cache_ptr + head * stride_ch + column * stride_cd, x, mask=there)
 
 
 @triton.jit(do_not_specialize=RUN_TIME, do_not_specialize_on_alignment=ANY_ADDRESS)
@@ -123,11 +125,12 @@ def _append_kernel(
         b = 0
         for start in tl.range(0, loop_bound(sequences), C):
             other = start + tl.arange(0, C)
-            ends = tl.load(cu_ptr + (other + 1) * stride_cu, mask=other < sequences, other=rows + 1)
+            ends_ptrs = cu_ptr + (other + 1).to(tl.int64) * stride_cu
+            ends = tl.load(ends_ptrs, mask=other < sequences, other=rows + 1)
             b += tl.sum((ends <= row).to(tl.int32), 0)
         if b >= sequences:
             return
-        place = row - tl.load(cu_ptr + b * stride_cu).to(tl.int32)
+        place = row - tl.load(cu_ptr + tl.cast(b, tl.int64) * stride_cu).to(tl.int32)
         table_b = 0
         if place < 0:
             return

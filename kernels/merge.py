@@ -63,7 +63,7 @@ def load_scores(
     scores = ()
     for n in tl.static_range(PARTS):
         if STACKED:
-            ptrs = lses[0] + ((first + n) * stride_lse_part + at_lse)
+            ptrs = lses[0] + ((first + n) * stride_lse_part.to(tl.int64) + at_lse)
         elif len(strides) > 0:
             at = place(row, size_1, size_2, strides[n][3], strides[n][4], strides[n][5])
             ptrs = lses[n] + at
@@ -95,7 +95,7 @@ def load_values(
     values = ()
     for n in tl.static_range(PARTS):
         if STACKED:
-            at = ((first + n) * stride_out_part + at_out) * ALIGN
+            at = ((first + n) * stride_out_part.to(tl.int64) + at_out) * ALIGN
             ptrs = outs[0] + (at[:, None] + offs_d[None, :])
         elif len(strides) > 0:
             at = place(row, size_1, size_2, strides[n][0], strides[n][1], strides[n][2])

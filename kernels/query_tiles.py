@@ -35,7 +35,7 @@ def _query_tiles_kernel(
     offs = tl.arange(0, C)
     before = 0
     for start in tl.range(0, loop_bound(b), C):
-        others = cu_ptr + (start + offs) * stride_cu
+        others = cu_ptr + (start + offs).to(tl.int64) * stride_cu
         there = start + offs < b
         first = tl.load(others, mask=there, other=0).to(tl.int32)
         last = tl.load(others + stride_cu, mask=there, other=0).to(tl.int32)
@@ -46,7 +46,7 @@ def _query_tiles_kernel(
     mine = nQ - before
     sequence = -1
     if b < sequences:
-        own = cu_ptr + b * stride_cu
+        own = cu_ptr + b.to(tl.int64) * stride_cu
         base = tl.minimum(tl.maximum(tl.load(own).to(tl.int32), 0), total)
         last = tl.minimum(tl.load(own + stride_cu).to(tl.int32), total)
         queries = tl.maximum(last - base, 0)

@@ -22,10 +22,12 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from flexdecode.backends.triton import lay_out
+from flexdecode.kernels.append import launch_append
 from flexdecode.kernels.call import BlockTables, DecodeCall, Mod
 from flexdecode.kernels.configs import Device, choose_config
 from flexdecode.kernels.launch import decode
 from flexdecode.kernels.merge import launch_merge, launch_merge_backward
+from flexdecode.kernels.query_tiles import write_query_tiles
 from flexdecode.plan import storage_of
 from flexdecode.quantization import quantize
 
@@ -84,6 +86,7 @@ class Variant:
     v_as: tuple[tuple[str, object], ...] = ()
     q_as_fp8: bool = False
     partial_dtype: torch.dtype = torch.float32
+    invariant: bool = False
     options: tuple[tuple[str, int], ...] = ()
 
 
@@ -98,6 +101,15 @@ EVERYWHERE = {
     "latent apart": Variant(Hkv=1, G=128, dims=(576, 512), kv_len="tensor"),
     "float32": Variant(dims=(64, 64), dtype=torch.float32, block=(128, 128), mask="causal"),
     "ragged": Variant(B=32, kv_len="tensor", lists=32),
+    "batch invariant": Variant(
+        B=4,
+        kv_len="tensor",
+        block=(16, 64),
+        full=False,
+        per_head=True,
+        mask="causal",
+        invariant=True,
+    ),
     "per head": Variant(block=(128, 64), mask="causal", per_head=True, dims=(80, 80)),
     "pages": Variant(B=16, page=16, kv_len="tensor", block=(128, 128), mask="causal"),
     "packed": Variant(B=8, page=64, kv_len="tensor", Lq=64, packed=True, lists=20),
@@ -197,6 +209,7 @@ def make_call(variant, device):
         lists=variant.lists,
         stored=stored,
         v_in_k=variant.shared,
+        capacity=Lkv if variant.invariant else 0,
         options=dict(variant.options),
     )
     call = DecodeCall(
@@ -272,10 +285,41 @@ def merges():
         yield f"{title}, backward", partial(run, stacked=stacked)
 
 
+def appends():
+    """Yield titles and launches of writes to caches, and of the tiles of packed queries."""
+    cos, sin = torch.empty(4096, 64), torch.empty(4096, 64)
+    dense, pages = torch.empty(4, 8, 512, 128), torch.empty(9, 8, 16, 128, dtype=torch.bfloat16)
+    new, packed = torch.empty(4, 8, 3, 128, dtype=torch.bfloat16), torch.empty(1, 8, 9, 128)
+    starts = torch.empty(5, dtype=torch.int32)
+    nothing = {"kv_start": None, "page_table": None, "cu_seqlens": None, "rotary": None}
+    yield "append", partial(
+        launch_append, dense, dense, new, new, **nothing | {"rotary": (cos, sin)}, kv_len=7,
+        interleaved=False,
+    )  # fmt: skip
+    place = {"page_table": torch.empty(4, 9, dtype=torch.int32), "cu_seqlens": starts}
+    place |= {"kv_start": starts[1:], "kv_len": starts[1:].long()}
+    rotary = {"rotary": (cos[:, ::4], sin[:, ::4])}
+    yield (
+        "append to pages",
+        partial(
+            launch_append,
+            pages,
+            pages,
+            packed,
+            packed,
+            **nothing | place | rotary,
+            interleaved=True,
+        ),
+    )
+    tiles = torch.empty(5, 13, dtype=torch.int32)
+    yield "tiles of packed queries", partial(write_query_tiles, tiles, starts, 64, 8)
+
+
 def tables():
     """Block tables by intervals and by elements, of a mask that reads a tensor."""
     from flexdecode.device_tables import (
         build_device_tables,
+        order_lists,
         unite_heads,
         update_device_tables,
     )
@@ -295,6 +339,7 @@ def tables():
     def update():
         built = build_device_tables(mask, long)
         unite_heads(built, 2)
+        order_lists(built, 2)
         update_device_tables(mask, long, built)
 
     yield "intervals", update
@@ -318,7 +363,7 @@ def compile_variants(name):
     target, device = TARGETS[name]
     variants = EVERYWHERE | (ON_ONE_TARGET if name == "cuda:90" else {})
     calls = [(t, lambda v=v: decode(*make_call(v, device))) for t, v in variants.items()]
-    for title, launch in (*calls, *merges(), *tables()):
+    for title, launch in (*calls, *merges(), *appends(), *tables()):
         seen = set()  # a kernel is asked for before it is launched
 
         def act(kernel, source, options, key, title=title, seen=seen):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexdecode import append_kv, attention, create_block_mask
+from flexdecode import append_kv, attention, create_block_mask, merge_attentions
 from flexdecode.masks import causal, documents, sink_window, sliding_window
 from tests.helpers import dense_attention, random_inputs
 
@@ -23,13 +23,13 @@ FAR = (1 << 31) + 64  # elements
 
 @pytest.fixture
 def far(tmp_path: Path) -> Callable[..., Tensor]:
-    """Make copies of tensors whose elements along one axis lie 2**31 elements and more apart."""
+    """Make copies of tensors with 2**31 elements and more between the ends of one axis."""
     count = iter(range(100))
 
-    def spread(x: Tensor, axis: int) -> Tensor:
+    def spread(x: Tensor, axis: int, far: int = FAR) -> Tensor:
         steps = x.shape[axis] - 1
         near = x.select(axis, 0).numel()
-        step = -(-FAR // max(steps, 1)) + near
+        step = -(-far // max(steps, 1)) + near
         kind = {torch.bool: np.int8, torch.float16: np.float16, torch.float32: np.float32,
                 torch.int32: np.int32}[x.dtype]  # fmt: skip
         file = np.memmap(tmp_path / str(next(count)), kind, "w+", shape=(steps * step + near,))
@@ -147,9 +147,47 @@ def test_fc49_pages_and_their_table(backend: str, far: Callable[..., Tensor]) ->
     table = torch.tensor([[5, 0, 3], [1, 4, 2]], dtype=torch.int32)
     pools = [far(torch.zeros(6, 1, 16, 8), 0) for _ in range(2)]
     place = {"page_table": far(table, 0)}
-    append_kv(*pools, k, v, kv_len=0, **place)
+    append_kv(*pools, k, v, kv_len=0, **place, backend=backend)
     out = attention(q, *pools, kv_len=48, **place, backend=backend)
     close(out, dense_attention(q, k, v).out)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("axis", [0, 1, 2, 3])
+def test_fc49_appended_rows(backend: str, axis: int, far: Callable[..., Tensor]) -> None:
+    at = torch.Generator().manual_seed(0)
+    new = torch.randn(2, 2, 2, 5, 8, generator=at)
+    caches = [far(torch.zeros(2, 2, 16, 8), axis) for _ in range(2)]
+    append_kv(*caches, *(far(x, axis) for x in new), kv_len=3, backend=backend)
+    for cache, x in zip(caches, new, strict=True):
+        assert torch.equal(cache[:, :, 3:8], x)
+        assert not cache[:, :, :3].any() and not cache[:, :, 8:].any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_fc49_starts_of_packed_queries(backend: str, far: Callable[..., Tensor]) -> None:
+    q, k, v = random_inputs(3, 2, 1, 2, 24, 8)
+    starts = far(torch.tensor([0, 2, 4, 6], dtype=torch.int32), 0, 2 * FAR)
+    packed = q.transpose(0, 1).reshape(1, 2, 6, 8)
+    out = attention(packed, k, v, cu_seqlens_q=starts, backend=backend)
+    close(out.view(2, 3, 2, 8).transpose(0, 1), dense_attention(q, k, v).out)
+    caches = [torch.zeros(3, 2, 4, 8) for _ in range(2)]
+    append_kv(*caches, packed, packed, kv_len=1, cu_seqlens=starts, backend=backend)
+    assert torch.equal(caches[0][:, :, 1:3], q) and torch.equal(caches[1][:, :, 1:3], q)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_fc49_parts_of_a_merge(backend: str, far: Callable[..., Tensor]) -> None:
+    at = torch.Generator().manual_seed(0)
+    outs, lses = torch.randn(4, 2, 3, 5, 7, generator=at), torch.randn(4, 2, 3, 5, generator=at)
+    near = [outs.clone().requires_grad_(), lses.clone().requires_grad_()]
+    apart = [far(outs, 0).requires_grad_(), far(lses, 0).requires_grad_()]
+    results = [merge_attentions(*parts, backend=backend) for parts in (near, apart)]
+    for out, lse in results:
+        (out.square().sum() + lse.square().sum()).backward()
+    for x, y in zip((*results[0], *(x.grad for x in near)),
+                    (*results[1], *(x.grad for x in apart)), strict=True):  # fmt: skip
+        torch.testing.assert_close(x, y)
 
 
 def test_fc65_captures_and_tensors_of_several_devices() -> None:
