@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from flexdecode import checks
 from flexdecode.backends import choose_backend
+from flexdecode.kernels.devices import on_device
 from flexdecode.quantization import QuantizedTensor, stored_like
 
 __all__ = ["append_kv"]
@@ -178,7 +178,7 @@ def _append(
     from flexdecode.kernels.append import launch_append
 
     turning: dict[str, Any] = {"rotary": rotary, "interleaved": interleaved}
-    with torch.cuda.device(k.device) if k.is_cuda else contextlib.nullcontext():
+    with on_device(k.device):
         launch_append(k, v, k_new, v_new, **options, **turning)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Sequence
@@ -11,6 +10,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from flexdecode.kernels.devices import on_device
 
 if TYPE_CHECKING:
     from flexdecode.kernels.launch import BoundLaunch
@@ -76,7 +77,7 @@ def update_device_tables(mask: Traced, extent: Extent, tables: Tables) -> None:
     arguments = kernels.lowered(mask, extent.device)[1]
     kept: _Update | None = tables.laid_out.get("update")
     if kept is not None and kept.holds(arguments, extent, tables):
-        with _on(extent.device):
+        with on_device(extent.device):
             for launch in kept.launches:
                 launch()
         return
@@ -135,7 +136,7 @@ def build_compact_device_tables(mask: Traced, extent: Extent) -> Tables:
     most = min(max(_STRIP_STATES // max(nKV, 1), 1), rows)
     states = torch.empty((most, nKV), dtype=torch.uint8, device=extent.device)
     strips = range(0, rows, most) if states.numel() else range(0)
-    with _on(extent.device):
+    with on_device(extent.device):
         for first in strips:
             part = states[: rows - first]
             _decide(mask, extent, part, first)
@@ -183,7 +184,7 @@ def order_lists(tables: Tables, Hkv: int) -> TableBuffers:
     B, heads, nQ, nKV = states.shape
     buffers = kernels.TableBuffers.empty(B, min(heads, Hkv), nQ, nKV, states.device, states=False)
     buffers = replace(buffers, state=states.clamp(max=PARTIAL))
-    with _on(states.device):
+    with on_device(states.device):
         kernels.launch_compact(buffers)
     lists: TableBuffers = replace(buffers, state=states)
     return lists
@@ -227,7 +228,7 @@ def _fill(
 ) -> list[BoundLaunch]:
     """Write states and lists, by the way that takes less time; return what was launched."""
     kernels = _kernels()
-    with _on(extent.device):
+    with on_device(extent.device):
         if _gains_by_intervals(extent):
             decided = _decide(mask, extent, buffers.state, 0)
             return [*decided, *kernels.launch_compact(buffers, unions)]
@@ -304,10 +305,3 @@ def _kernels() -> Any:
         captures_moved=captures_moved,
         Mod=Mod,
     )
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Make `device` the current one, where it is not already."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)

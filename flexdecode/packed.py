@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from flexdecode.kernels.devices import on_device
 from flexdecode.quantization import as_tensor
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class PackedQueries:
         if self.tiles.is_cuda:
             from flexdecode.kernels.query_tiles import write_query_tiles
 
-            with torch.cuda.device(self.tiles.device):
+            with on_device(self.tiles.device):
                 write_query_tiles(self.tiles, self.cu_seqlens, self.total, self.BLOCK_Q)
             return
         self.tiles[0] = -1

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexdecode.kernels.configs import ceil_div, next_power_of_2
+from flexdecode.kernels.devices import on_device
 from flexdecode.kernels.launch import Launch
 from flexdecode.kernels.tiles import finite_or_zero, loop_bound
 
@@ -420,21 +421,22 @@ def launch_merge(
         return
     parts = _Parts(outs, lses, out, lse, stacked)
     launch = parts.launch(_merge_kernel, out.dtype)
-    launch(
-        parts.key(sinks, out, lse),
-        (
-            *parts.pointers,
-            sinks,
-            out,
-            lse,
-            *parts.part_strides,
-            *parts.shared_strides,
-            *parts.out_strides,
-            *parts.lse_strides,
-            *parts.sizes,
-            *_heads(lse),
-        ),
-    )
+    with on_device(out.device):
+        launch(
+            parts.key(sinks, out, lse),
+            (
+                *parts.pointers,
+                sinks,
+                out,
+                lse,
+                *parts.part_strides,
+                *parts.shared_strides,
+                *parts.out_strides,
+                *parts.lse_strides,
+                *parts.sizes,
+                *_heads(lse),
+            ),
+        )
 
 
 def launch_merge_backward(
@@ -467,22 +469,23 @@ def launch_merge_backward(
         return
     parts = _Parts(outs, lses, grad_out, grad_lse, stacked)
     launch = parts.launch(_merge_backward_kernel, grad_out.dtype)
-    launch(
-        parts.key(sinks, grad_out, grad_lse, grad_outs, grad_lses),
-        (
-            *parts.pointers,
-            sinks,
-            grad_out,
-            grad_lse,
-            grad_outs,
-            grad_lses,
-            grad_sinks,
-            *parts.part_strides,
-            *parts.shared_strides,
-            *parts.sizes,
-            *_heads(grad_lse),
-        ),
-    )
+    with on_device(grad_out.device):
+        launch(
+            parts.key(sinks, grad_out, grad_lse, grad_outs, grad_lses),
+            (
+                *parts.pointers,
+                sinks,
+                grad_out,
+                grad_lse,
+                grad_outs,
+                grad_lses,
+                grad_sinks,
+                *parts.part_strides,
+                *parts.shared_strides,
+                *parts.sizes,
+                *_heads(grad_lse),
+            ),
+        )
 
 
 class _Parts:

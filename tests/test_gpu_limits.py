@@ -1,4 +1,7 @@
-"""Sizes at which 32-bit arithmetic and grids end, graphs, streams, threads, devices: on a GPU."""
+"""Sizes at which 32-bit arithmetic and grids end, graphs, streams, threads, devices: on a GPU.
+
+A test takes up to 25 GB of the GPU's memory.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from flexdecode import (
     attention,
     create_block_mask,
     merge_attentions,
+    merge_attentions_,
     quantize,
 )
 from flexdecode.masks import causal, documents, sink_window, sliding_window
@@ -231,8 +235,8 @@ def test_fc64_4096_replays_equal_eager_calls() -> None:
         step.update()
         return attention(q, k, v, block_mask=step, score_mod=score, sinks=sinks)
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
+    torch.cuda.synchronize()  # a page table that is not there yet names any page
+    with torch.cuda.stream(torch.cuda.Stream()):
         out.copy_(decode())
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -342,7 +346,16 @@ def test_fc65_the_device_is_that_of_the_tensors() -> None:
     assert torch.equal(k[:, :, 10:11], new)
     lse = torch.zeros(1, 4, 1, device=last)
     out = attention(q, k, v)
-    assert merge_attentions([out, out], [lse, lse])[0].device == last
+    torch.testing.assert_close(merge_attentions([out, out], [lse, lse])[0], out)
+    parts = torch.stack([out, -out]).requires_grad_()
+    merge_attentions(parts, torch.stack([lse, lse]))[0].float().sum().backward()
+    assert parts.grad is not None
+    torch.testing.assert_close(parts.grad, torch.full_like(parts, 0.5))
+    merged = out.clone()
+    merge_attentions_(merged, lse.clone(), out, lse)
+    torch.testing.assert_close(merged, out)
+    packed = attention(q, k, v, cu_seqlens_q=torch.tensor([0, 1], device=last).int())
+    close(packed, dense_attention(q, k, v).out)
     with pytest.raises(ValueError, match="k: expected device cuda:1 to match q, got cuda:0"):
         attention(q, k.to("cuda:0"), v)
     assert torch.cuda.current_device() == 0

@@ -1,0 +1,13 @@
+"""Kernels go to the current device, which need not be that of the tensors."""
+
+import contextlib
+from typing import Any
+
+import torch
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Make `device` the current one, where it is a GPU and is not already."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
