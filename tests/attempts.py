@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -229,10 +229,10 @@ def attempts(draw: st.DrawFn) -> Attempt:
 # ---- one call ----
 
 
-def captures(seed: int, B: int, device: str) -> dict[str, Any]:
+def captures(seed: int, B: int) -> dict[str, Tensor]:
     """The tensors that rules name."""
     at = torch.Generator().manual_seed(seed)
-    found = {
+    return {
         "ids": torch.randint(-3, 6, (PLACES,), generator=at),
         "narrow": torch.randint(0, 200, (PLACES,), generator=at).to(torch.int16),
         "flags": torch.rand(4, PLACES, generator=at) < 0.7,
@@ -242,7 +242,6 @@ def captures(seed: int, B: int, device: str) -> dict[str, Any]:
         "table": torch.randn(3, PLACES, generator=at).to(torch.bfloat16),
         "temperature": torch.rand((), generator=at),
     }
-    return {name: x.to(device) for name, x in found.items()}
 
 
 def rule_of(text: str, names: str, values: dict[str, Any]) -> Any:
@@ -270,52 +269,60 @@ def relaid(x: Tensor, layout: str) -> Tensor:
 
 @dataclass
 class Call:
-    """An attempt's tensors and the dense float64 answer, one entry a sequence."""
+    """An attempt's tensors and the dense float64 answer, one entry a sequence; on the CPU."""
 
     case: Case
-    mask: Any
-    score: Any
-    lists: tuple[Tensor, ...] | None  # states of blocks: 0 not listed, 1 partial, 2 full
-    allowed: list[Tensor]
+    values: dict[str, Tensor]  # what rules name
+    shift: int  # rules see the first sequence as number `shift`
+    lists: Tensor | None  # states of blocks: 0 not listed, 1 partial, 2 full
     bias: Tensor | None
     sinks: Tensor | None
-    outs: list[Tensor]
-    lses: list[Tensor]
-    tops: list[Tensor]
+    allowed: list[Tensor] = field(default_factory=list)
+    outs: list[Tensor] = field(default_factory=list)
+    lses: list[Tensor] = field(default_factory=list)
+    tops: list[Tensor] = field(default_factory=list)
+
+    def rules(self, a: Attempt, device: str = "cpu") -> tuple[Any, Any]:
+        """Mask and score, as functions of tensors on a device."""
+        values = {name: x.to(device) for name, x in self.values.items()}
+        mask = rule_of(a.mask, "b, h, q, k", values)
+        score = rule_of(a.score, "s, b, h, q, k", values)
+        shift, shifted_mask, shifted_score = self.shift, mask, score
+        if shift and mask is not None:
+            shifted_mask = lambda b, h, q, k: mask(b + shift, h, q, k)  # noqa: E731
+        if shift and score is not None:
+            shifted_score = lambda s, b, h, q, k: score(s, b + shift, h, q, k)  # noqa: E731
+        return shifted_mask, shifted_score
 
 
-def prepare(attempt: Attempt, device: str) -> Call:
+def prepare(a: Attempt) -> Call:
     """Draw an attempt's numbers and work out what it must give."""
-    call = _drawn(attempt, device)
-    _expect_all(attempt, call)
+    call = _drawn(a)
+    _expect_all(a, call)
     return call
 
 
-def _drawn(a: Attempt, device: str) -> Call:
-    dtype = getattr(torch, a.dtype)
+def _drawn(a: Attempt) -> Call:
     case = Case.random(
         a.seed, list(a.kv_len), list(a.q_len), Hkv=a.Hkv, G=a.G, D=a.D, Dv=a.Dv,
-        device=device, dtype=dtype,
+        dtype=getattr(torch, a.dtype),
     )  # fmt: skip
     for name, kept in (("k", a.k_format), ("v", a.v_format)):
         if kept:
             setattr(case, name, dequantize(quantize(getattr(case, name), **FORMATS[kept]),
                                            torch.float32))  # fmt: skip
     at = torch.Generator().manual_seed(a.seed + 1)
-    values = captures(a.seed, len(a.kv_len), device)
-    mask = rule_of(a.mask, "b, h, q, k", values)
-    score = rule_of(a.score, "s, b, h, q, k", values)
     Hq, total = a.Hkv * a.G, sum(a.q_len) if a.packed else a.q_len[0]
     states = None
     if a.mask_kind == "listed":
         columns = -(-max(*a.kv_len, 1) // a.block[1])
         heads = (1, a.Hkv, Hq)[a.seed % 3]
         shape = (len(a.kv_len), heads, -(-total // a.block[0]), columns)
-        states = torch.randint(0, 3, shape, generator=at).to(device)
+        states = torch.randint(0, 3, shape, generator=at)
     slots = max(*a.kv_len, 1)
-    bias = torch.randn(1, Hq, total, slots, generator=at).to(device) if a.bias else None
-    sinks = torch.randn(Hq, generator=at).to(device) if a.sinks else None
-    return Call(case, mask, score, states, [], bias, sinks, [], [], [])
+    bias = torch.randn(1, Hq, total, slots, generator=at) if a.bias else None
+    sinks = torch.randn(Hq, generator=at) if a.sinks else None
+    return Call(case, captures(a.seed, len(a.kv_len)), 0, states, bias, sinks)
 
 
 def _first_row(a: Attempt, b: int) -> int:
@@ -324,8 +331,9 @@ def _first_row(a: Attempt, b: int) -> int:
 
 
 def _expect_all(a: Attempt, call: Call) -> None:
+    mask, score = call.rules(a)
     for b in range(len(a.kv_len)):
-        _expect(a, call, b, _first_row(a, b))
+        _expect(a, call, b, _first_row(a, b), mask, score)
 
 
 def elsewhere(a: Attempt, call: Call, b: int, alone: bool) -> tuple[Attempt, Call, int]:
@@ -346,17 +354,13 @@ def elsewhere(a: Attempt, call: Call, b: int, alone: bool) -> tuple[Attempt, Cal
         layout="plain",
         q_offset=a.q_offset if a.q_offset is None or not alone else (a.q_offset[b],),
     )
-    made = _drawn(new, str(call.case.k.device))
+    made = _drawn(new)
     n, rows = lengths[place], counts[place]
     made.case.q[place] = call.case.q[b]
     for x, old in ((made.case.k, call.case.k), (made.case.v, call.case.v)):
         x[place, :, :n] = old[b, :, :n]
-    made.mask, made.score, made.sinks = call.mask, call.score, call.sinks
-    if alone:  # rules still see b as the number of the sequence
-        if call.mask is not None:
-            made.mask = lambda zero, h, q, k: call.mask(zero + b, h, q, k)
-        if call.score is not None:
-            made.score = lambda s, zero, h, q, k: call.score(s, zero + b, h, q, k)
+    made.values, made.sinks = call.values, call.sinks
+    made.shift = call.shift + (b if alone else 0)
     if made.lists is not None and call.lists is not None:
         columns = -(-n // a.block[1])
         made.lists[place, ..., :columns] = call.lists[b, ..., :columns]
@@ -367,29 +371,28 @@ def elsewhere(a: Attempt, call: Call, b: int, alone: bool) -> tuple[Attempt, Cal
     return new, made, place
 
 
-def _expect(a: Attempt, call: Call, b: int, row: int) -> None:
+def _expect(a: Attempt, call: Call, b: int, row: int, mask: Any, score: Any) -> None:
     case = call.case
     n, Lq, Hq = a.kv_len[b], a.q_len[b], a.Hkv * a.G
-    device = case.k.device
     q, k, v = (x.double() for x in (case.q[b], case.k[b, :, :n], case.v[b, :, :n]))
     k, v = k.repeat_interleave(a.G, 0), v.repeat_interleave(a.G, 0)
     s = (q @ k.transpose(1, 2)) * a.D**-0.5
     first = n - Lq if a.q_offset is None else a.q_offset[b]
-    j = torch.arange(n, device=device).view(1, 1, n)
-    i = torch.arange(Lq, device=device).view(1, Lq, 1)
+    j = torch.arange(n).view(1, 1, n)
+    i = torch.arange(Lq).view(1, Lq, 1)
     place = (
-        torch.full((1, 1, 1), b, device=device),
-        torch.arange(Hq, device=device).view(Hq, 1, 1),
+        torch.full((1, 1, 1), b),
+        torch.arange(Hq).view(Hq, 1, 1),
         first + i,
         j,
     )
     if call.bias is not None:
         s = s + call.bias[0, :, row : row + Lq, :n].double()
-    if call.score is not None:
-        s = torch.as_tensor(call.score(s, *place)).double().expand(Hq, Lq, n)
-    allowed = torch.ones(Hq, Lq, n, dtype=torch.bool, device=device)
-    if call.mask is not None:
-        allowed = torch.as_tensor(call.mask(*place), device=device).expand(Hq, Lq, n)
+    if score is not None:
+        s = torch.as_tensor(score(s, *place)).double().expand(Hq, Lq, n)
+    allowed = torch.ones(Hq, Lq, n, dtype=torch.bool)
+    if mask is not None:
+        allowed = torch.as_tensor(mask(*place)).expand(Hq, Lq, n)
     if call.lists is not None:
         state = call.lists[b].repeat_interleave(Hq // call.lists.shape[1], 0)
         state = state[:, (i // a.block[0]).view(-1)][:, :, (j // a.block[1]).view(-1)]
@@ -417,12 +420,15 @@ def arguments(a: Attempt, call: Call, device: str) -> dict[str, Any]:
         for x in (seen.k, seen.v):
             x[b, :, : a.kv_len[b]].masked_fill_(unseen[..., None], torch.nan)
     found = {**case.queries(a.packed), **seen.stored(a.kind, a.seed)}
-    found["q"] = relaid(found["q"], a.layout)
     for name, kept in (("k", a.k_format), ("v", a.v_format)):
         if kept:
             found[name] = _stored(found[name], FORMATS[kept])
         else:
-            found[name] = relaid(found[name].to(found["q"].dtype), a.layout)
+            found[name] = found[name].to(found["q"].dtype)
+    found = {name: x.to(device) for name, x in found.items()}
+    for name, kept in (("q", ""), ("k", a.k_format), ("v", a.v_format)):
+        if not kept:
+            found[name] = relaid(found[name], a.layout)
     capacity = found["k"].shape[2]
     if "page_table" in found:
         capacity *= found["page_table"].shape[1]
@@ -430,18 +436,19 @@ def arguments(a: Attempt, call: Call, device: str) -> dict[str, Any]:
         wide = call.bias.new_full((*call.bias.shape[:3], capacity), torch.nan)
         used = min(call.bias.shape[3], capacity)
         wide[..., :used] = call.bias[..., :used]
-        found["bias"] = wide
+        found["bias"] = wide.to(device)
     if call.sinks is not None:
-        found["sinks"] = call.sinks
-    if call.score is not None:
-        found["score_mod"] = call.score
+        found["sinks"] = call.sinks.to(device)
+    mask, score = call.rules(a, device)
+    if score is not None:
+        found["score_mod"] = score
     offset = None
     if a.q_offset is not None:
         offset = torch.tensor(a.q_offset, device=device)
     if a.mask_kind == "lazy" and offset is not None:
         found["q_offset"] = offset
-    if call.mask is not None:
-        found["block_mask"] = _mask(a, call, found, capacity, offset, device)
+    if mask is not None:
+        found["block_mask"] = _mask(a, call, mask, found, capacity, offset, device)
     return found
 
 
@@ -457,7 +464,13 @@ def _stored(x: Tensor, options: dict[str, Any]) -> Any:
 
 
 def _mask(
-    a: Attempt, call: Call, found: dict[str, Any], capacity: int, offset: Any, device: str
+    a: Attempt,
+    call: Call,
+    rule: Any,
+    found: dict[str, Any],
+    capacity: int,
+    offset: Any,
+    device: str,
 ) -> BlockMask:
     B, Hq, Lq = len(a.kv_len), a.Hkv * a.G, found["q"].shape[2]
     if a.mask_kind == "listed":
@@ -467,12 +480,12 @@ def _mask(
             chosen = call.lists == state
             order = chosen.to(torch.int8).argsort(-1, descending=True)
             counts = chosen.sum(-1)
-            places = torch.arange(chosen.shape[-1], device=device)
+            places = torch.arange(chosen.shape[-1])
             # Past the counts: anything.
             order = order.masked_fill(places >= counts[..., None], 1 << 20)
-            tables += [counts.int(), order.int()]
+            tables += [counts.int().to(device), order.int().to(device)]
         size = (Lq, chosen.shape[-1] * a.block[1])
-        return BlockMask.from_kv_blocks(*tables, a.block, call.mask, size)
+        return BlockMask.from_kv_blocks(*tables, a.block, rule, size)
     sizes: tuple[Any, ...] = ()
     options: dict[str, Any] = {}
     if a.mask_kind in ("sized", "fixed"):
@@ -480,7 +493,7 @@ def _mask(
         if a.mask_kind == "fixed":
             default = found["kv_len"] - Lq
             options = {"q_offset": default if offset is None else offset}
-    mask = create_block_mask(call.mask, *sizes, device=device, BLOCK_SIZE=a.block, **options)
+    mask = create_block_mask(rule, *sizes, device=device, BLOCK_SIZE=a.block, **options)
     if a.mask_kind == "bound":
         names = ("kv_len", "kv_start", "page_table", "cu_seqlens_q")
         data = {name: found[name] for name in names if name in found}
@@ -511,7 +524,7 @@ def _rows(a: Attempt, call: Call, backend: str, device: str) -> list[tuple[Tenso
 def check(attempt: Attempt, backend: str, device: str = "cpu") -> None:
     """Make a call on a backend, and compare it with the dense formula in float64."""
     a = attempt
-    call = prepare(a, device)
+    call = prepare(a)
     found = _rows(a, call, backend, device)
     exact = a.dtype == "float32" and not (a.k_format or a.v_format)
     for b, (mine, lse, top) in enumerate(found):
