@@ -4,7 +4,6 @@
 import triton
 import triton.language as tl
 
-from flexdecode.kernels.configs import FEW_SPLITS
 from flexdecode.kernels.tiles import (
     address_of,
     begin,
@@ -18,7 +17,6 @@ from flexdecode.kernels.tiles import (
 )
 from flexdecode.kernels.worklist import items_of, plan_items, share_of
 
-FEW = tl.constexpr(FEW_SPLITS)
 RUN_TIME = (
     "parts stride_ob stride_oh stride_ol stride_kv_len stride_kv_start stride_tb stride_th kv_len "
     "Hkv G Lq Lkv "
@@ -58,9 +56,9 @@ def load_parts(
 
 
 # Legend: B sequences, Hq = Hkv * G query heads, G of them to a KV head, Lq query rows, DV the
-# head dim of values. A program owns one row (b, h, i) of the output; it takes FEW partial results,
-# then SPLITS at a time, and only those that exist: it works out the shares of the row's blocks as
-# the decode kernel did.
+# head dim of values. A program owns one row (b, h, i) of the output; it takes SPLITS partial
+# results at a time, and only those that exist: it works out the shares of the row's blocks as the
+# decode kernel did.
 @triton.jit(do_not_specialize=RUN_TIME, do_not_specialize_on_alignment=ANY_ADDRESS)
 def _reduce_kernel(
     acc_ptr,  # [parts, DV] float32 or float64, then m in log2 and l, [parts] each
@@ -164,15 +162,14 @@ def _reduce_kernel(
         if not there:
             return
 
-    # -- join them; few at first: those that are not there would take time as well ----
-    START: tl.constexpr = FEW if FEW < SPLITS else SPLITS
-    m, l, tile = load_parts(m_ptr, acc_ptr, parts, 0, working, stride_part, DV, BLOCK_DV, START)
+    # -- join them ----
+    m, l, tile = load_parts(m_ptr, acc_ptr, parts, 0, working, stride_part, DV, BLOCK_DV, SPLITS)
     m_i = tl.max(m, 0, keep_dims=True)  # [1]
-    weight = tl.math.exp2(m - finite_or_zero(m_i))  # [START]
+    weight = tl.math.exp2(m - finite_or_zero(m_i))  # [SPLITS]
     l_i = tl.sum(l * weight, 0, keep_dims=True)  # [1]
     acc = tl.sum(tile * weight[:, None], 0, keep_dims=True)  # [1, BLOCK_DV]
     if MORE:
-        for start in tl.range(START, loop_bound(working), SPLITS):
+        for start in tl.range(SPLITS, loop_bound(working), SPLITS):
             m_s, l_s, tile_s = load_parts(
                 m_ptr, acc_ptr, parts, start, working, stride_part, DV, BLOCK_DV, SPLITS
             )

@@ -29,7 +29,7 @@ from flexdecode.tables import build_tables, table_states
 from flexdecode.trace import Traced, trace
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda:0")
 pytestmark = pytest.mark.skipif(
     not (INTERPRETED or torch.cuda.is_available()), reason="needs a GPU or TRITON_INTERPRET=1"
 )

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from flexdecode.kernels.call import BlockTables, DecodeCall, Mod
 from flexdecode.kernels.configs import (
+    BYTE_RESIDENTS,
     FEW_SPLITS,
     INTERPRETED,
     MANY_SPLITS,
@@ -605,7 +606,8 @@ def test_quantised_keys_are_rows_where_queries_are_few():
     few = choose(stored=stored, device=able, keys=131072)
     assert few.BLOCK_M == 8 and few.max_registers > 0
     # As many programs as registers and shared memory hold at a time, and no more.
-    held = 65536 // (32 * few.num_warps * few.max_registers)
+    # Of four warps three programs did best.
+    held = min(65536 // (32 * few.num_warps * few.max_registers), BYTE_RESIDENTS)
     assert 132 * held * 3 // 4 <= 8 * few.num_splits <= 132 * held
     wide = choose(stored=replace(stored, row_bytes=4096), device=able, keys=131072, D=256, Dv=256)
     bytes_held = (wide.num_stages - 1) * wide.BLOCK_N * 4096
