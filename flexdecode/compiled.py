@@ -51,6 +51,11 @@ _TORCH_FIELDS = (
 )
 
 
+# inductor of torch 2.11 counts the storage offset of an input twice where an operator changes it in
+# place: the second half of one allocation for keys and values was read past its end.
+_LOSES_OFFSETS = torch.__version__ < "2.13"
+
+
 class Inseparable(Exception):
     """Something that cannot be taken apart into tensors, numbers and text."""
 
@@ -359,10 +364,27 @@ def _update_outside(mask: BoundMask) -> None:
     mask.update()
 
 
+def _is_whole(x: Tensor) -> bool:
+    return bool(x.untyped_storage().size() == x.nbytes)
+
+
 def append_in_graph(k_new: Tensor, v_new: Tensor, **arguments: Any) -> None:
     """`append_kv` as an operator that changes the caches in place."""
     parts = Parts()
     call = parts.call(arguments)
+    if _LOSES_OFFSETS and not all(map(_is_whole, parts.tables)):
+        _append_outside(k_new, v_new, arguments)
+        return
     torch.ops.flexdecode.append(
         parts.tables, k_new, v_new, call, parts.tensors, parts.ints, parts.floats
     )
+
+
+@torch.compiler.disable(  # type: ignore[no-untyped-call, untyped-decorator]
+    reason="flexdecode.append_kv: a cache is part of a larger allocation, and this version of "
+    "torch may lose where it begins; allocate keys and values apart, or update torch"
+)
+def _append_outside(k_new: Tensor, v_new: Tensor, arguments: dict[str, Any]) -> None:
+    from flexdecode.appending import append_kv
+
+    append_kv(k_new=k_new, v_new=v_new, **arguments)

@@ -455,16 +455,18 @@ def _spread(
     KV_BLOCK: int | None,
     device: Device,
 ) -> _Loop:
-    """Take longer steps where programs would otherwise share processors that others leave idle."""
-    keys = _unit(2 * loop.BLOCK_N, KV_BLOCK)
-    if programs > device.processors or 2 * loop.bytes > device.shared_memory:
-        return loop
+    """Take longer steps where few programs would be launched into few of the processors.
+
+    Kernels that start early find most processors busy, and small ones are put on the rest together.
+    """
+    keys = _unit(min(2 * loop.BLOCK_N, 128), KV_BLOCK)
     needed = shared_memory_bytes(
         BLOCK_M=BLOCK_M, BLOCK_N=keys, num_stages=loop.num_stages, D=D, Dv=Dv, itemsize=itemsize
     )
-    if D + Dv <= 384 or itemsize > 2 or keys == loop.BLOCK_N or needed > device.shared_memory:
+    small = loop.bytes * (2 if D + Dv > 384 else 3) <= device.shared_memory
+    if programs > device.processors or not small or needed > device.shared_memory or itemsize > 2:
         return loop
-    return replace(loop, BLOCK_N=keys, bytes=needed)
+    return replace(loop, BLOCK_N=max(keys, loop.BLOCK_N), bytes=max(needed, loop.bytes))
 
 
 def _choose_quantized_loop(

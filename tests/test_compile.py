@@ -239,6 +239,26 @@ def test_a_step_of_packed_queries_in_one_graph():
     assert compiled_region.count == 1
 
 
+def test_caches_within_one_allocation_break_a_graph_of_older_torch(monkeypatch):
+    """inductor of torch 2.11 was seen to write such a cache elsewhere."""
+    monkeypatch.setattr(compiled, "_LOSES_OFFSETS", True)
+
+    def region(q, k, v, kv_len):
+        append_kv(k, v, q[:, :HKV] * 3, q[:, HKV:], kv_len=kv_len)
+        return attention(q, k, v, kv_len=kv_len + 1)
+
+    kv_len = torch.tensor([10, 30])
+    apart = Compiled(region, "aot_eager")
+    apart.check(Q, K.clone(), V.clone(), kv_len)
+    assert apart.count == 1
+    both, again = torch.stack((K, V)), torch.stack((K, V))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="part of a larger allocation"):
+        torch.compile(region, backend="eager", fullgraph=True)(Q, *both, kv_len)
+    out = torch.compile(region, backend="eager")(Q, *both, kv_len)
+    torch.testing.assert_close(out, region(Q, *again, kv_len))
+    torch.testing.assert_close(both, again)
+
+
 @pytest.mark.parametrize(("format", "groups"), [("int4", 2), ("fp8", 1)])
 def test_quantised_caches(format, groups):
     region = Compiled(lambda q, k, v, n: attention(q, k, v, kv_len=n), "aot_eager")
@@ -521,7 +541,7 @@ class Decoder(torch.nn.Module):
     def __init__(self, step, capacity):
         super().__init__()
         self.step = step
-        k, v = torch.randn(2, B, HKV, capacity, 64, device="cuda", dtype=torch.bfloat16)
+        k, v = (torch.randn(B, HKV, capacity, 64, device="cuda").bfloat16() for _ in range(2))
         self.register_buffer("k", k)
         self.register_buffer("v", v)
         self.register_buffer("project", torch.randn(64, 64, device="cuda", dtype=k.dtype) / 8)
