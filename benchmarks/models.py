@@ -309,7 +309,7 @@ def measured(model: Any, options: argparse.Namespace, until: float) -> Iterator[
                 if "window" not in provider:
                     agreed = logits if agreed is None else agreed
                     note = f"{note} rms to first {(logits - agreed).square().mean().sqrt():.1e}"
-            except (OutOfTime, torch.cuda.OutOfMemoryError, ValueError) as error:
+            except (OutOfTime, RuntimeError, ValueError) as error:  # one row less, not all
                 seconds, graph, note = float("nan"), False, str(error)[:80]
             gc.collect()
             if torch.cuda.is_available():
