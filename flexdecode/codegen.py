@@ -78,6 +78,8 @@ def lower(traced: Traced, flavour: Flavour) -> tuple[Any, tuple[Any, ...]]:
         Captures and numbers. Integers travel as floats of 16 bits each, since Triton would compile
         anew for an integer that becomes 1 or a multiple of 16; and captures from the last multiple
         of 16 bytes on, since it would for an address that is none.
+
+    Both come in one tuple, the same object until something of `traced` is elsewhere.
     """
     # Captures may be given other data (``parameter.data = ...``), and some are passed as views.
     views = [(tensor.shape, tensor.stride(), tensor.data_ptr()) for tensor in traced.captures]
@@ -99,8 +101,9 @@ def lower(traced: Traced, flavour: Flavour) -> tuple[Any, tuple[Any, ...]]:
             if dim < tensor.dim() - 1 or not layout.contiguous:
                 _append_whole(args, stride, layout.wide)
     function = _function(traced.graph.key, wide, layouts, flavour, _Keyed(traced.graph))
-    traced.lowered[flavour] = views, (function, tuple(args))
-    return function, tuple(args)
+    found = function, tuple(args)
+    traced.lowered[flavour] = views, found
+    return found
 
 
 def captures_moved(traced: Traced, device: torch.device) -> Traced:

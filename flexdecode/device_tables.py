@@ -74,9 +74,9 @@ def update_device_tables(mask: Traced, extent: Extent, tables: Tables) -> None:
     """
     kernels = _kernels()
     mask = kernels.captures_moved(mask, extent.device)
-    arguments = kernels.lowered(mask, extent.device)[1]
+    mod = kernels.lowered(mask, extent.device)
     kept: _Update | None = tables.laid_out.get("update")
-    if kept is not None and kept.holds(arguments, extent, tables):
+    if kept is not None and kept.holds(mod, extent, tables):
         with on_device(extent.device):
             for launch in kept.launches:
                 launch()
@@ -91,21 +91,21 @@ def update_device_tables(mask: Traced, extent: Extent, tables: Tables) -> None:
             tables.full_kv_indices,
         )
     launches = _fill(mask, extent, own, tuple(tables.unions.values()))
-    tables.laid_out["update"] = _Update(arguments, extent, len(tables.unions), launches)
+    tables.laid_out["update"] = _Update(mod, extent, len(tables.unions), launches)
 
 
 @dataclass(frozen=True, eq=False)
 class _Update:
     """Launches of an update, and what they were made for."""
 
-    arguments: tuple[Any, ...]  # of the mask
+    mod: tuple[Any, tuple[Any, ...]]  # the mask's function and arguments, as `lower` returns them
     extent: Extent
     unions: int
     launches: list[BoundLaunch]
 
-    def holds(self, arguments: tuple[Any, ...], extent: Extent, tables: Tables) -> bool:
+    def holds(self, mod: tuple[Any, tuple[Any, ...]], extent: Extent, tables: Tables) -> bool:
         """True where the same launches would be made."""
-        same = self.arguments is arguments and self.extent is extent
+        same = self.mod is mod and self.extent is extent
         return same and self.unions == len(tables.unions)
 
 
@@ -217,7 +217,8 @@ def unite_heads(tables: Tables, Hkv: int) -> TableBuffers:
         union = replace(
             kernels.TableBuffers.empty(B, Hkv, nQ, nKV, states.device, states=False), state=states
         )
-        kernels.launch_compact(union)
+        with on_device(states.device):
+            kernels.launch_compact(union)
         if tables.states is not None:  # given lists may change in place between two calls
             tables.unions[Hkv] = union
     return union

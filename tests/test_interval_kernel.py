@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -336,6 +337,50 @@ def test_a_repeated_update_makes_the_launches_of_the_last(monkeypatch):
     update(mask, what, new=1)
     update(mask, dataclasses.replace(what, kv_len=20), new=1)
     assert int(tables.kv_num_blocks.sum()) > 0
+
+
+def test_an_update_follows_a_rule_that_takes_another_way():
+    """Neither way has arguments, by which the launches could be told apart."""
+    way = "back"
+
+    def rule(b, h, q, kv):
+        return q >= kv if way == "back" else q < kv
+
+    what = an_extent(Lq=9, kv_len=torch.tensor([30], device=DEVICE), heads=1)
+    mask = trace(rule, "mask")
+    what = what.for_kernels(mask)
+    tables = device_tables.build_device_tables(mask, what)
+    for way in ("back", "back", "ahead", "ahead", "back"):
+        mask = trace(rule, "mask")
+        assert what.for_kernels(mask) is what.for_kernels(trace(rule, "mask"))
+        device_tables.update_device_tables(mask, what, tables)
+        fresh = device_tables.build_device_tables(mask, what)
+        assert torch.equal(table_states(tables), table_states(fresh)), way
+
+
+def test_lists_are_united_on_the_device_of_the_tables(monkeypatch):
+    what = an_extent(Lq=9, kv_len=30, heads=4)
+    widths = torch.tensor([3, 9, 20, 40], device=DEVICE)
+    mask = trace(lambda b, h, q, kv: q - kv < widths[h], "mask")
+    tables = device_tables.build_device_tables(mask, what.for_kernels(mask))
+    current = []
+
+    @contextlib.contextmanager
+    def on_device(device):
+        current.append(device)
+        yield
+        current.pop()
+
+    compact = device_tables._kernels().launch_compact
+    monkeypatch.setattr(device_tables, "on_device", on_device)
+    launched = []
+    monkeypatch.setattr(
+        device_tables._kernels(),
+        "launch_compact",
+        lambda *given: (launched.append(current[:]), compact(*given))[1],
+    )
+    device_tables.unite_heads(tables, 2)
+    assert launched == [[tables.kv_indices.device]]
 
 
 class Counting:
