@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,6 +48,10 @@ class BoundMask(BlockMask):
     kv_start: Tensor | None = None
     page_table: Tensor | None = None
     packed: PackedQueries | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy takes over: the fields, but nothing that was prepared for calls."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def update(self, kv_len: int | None = None) -> None:
         """Rewrite the tables from the tensors as they are now.

@@ -91,6 +91,10 @@ class Tables:
     unions: dict[int, Any] = field(default_factory=dict)
     laid_out: dict[Any, Any] = field(default_factory=dict)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has tensors of its own, and launches nothing that was made for these."""
+        return self.__dict__ | {"unions": {}, "laid_out": {}}
+
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The tables that are there."""

@@ -54,12 +54,13 @@ def compile_together(wanted: Sequence[Wanted]) -> None:
     """
     if not wanted or not all(hasattr(each.kernel, "device_caches") for each in wanted):
         return  # the interpreter compiles nothing
-    _start()
-    # On few processors the first must not wait for what the others want.
-    threads = max(min(2 * len(wanted), os.cpu_count() or 1), 2)
-    with ThreadPoolExecutor(threads, "flexdecode compiles") as pool:
-        # In the caller's context another such mode may be active.
-        contextvars.Context().run(_compile, pool, wanted)
+    with contextlib.suppress(Exception):  # no thread can be started at exit, or past a limit
+        _start()
+        # On few processors the first must not wait for what the others want.
+        threads = max(min(2 * len(wanted), os.cpu_count() or 1), 2)
+        with ThreadPoolExecutor(threads, "flexdecode compiles") as pool:
+            # In the caller's context another such mode may be active.
+            contextvars.Context().run(_compile, pool, wanted)
 
 
 def _start() -> None:
@@ -88,14 +89,26 @@ def _hash_triton() -> None:
 
 def _compile(pool: ThreadPoolExecutor, wanted: Sequence[Wanted]) -> None:
     device = driver.active.get_current_device()  # of this thread
-    begun = []
+    begun: dict[FutureKernel, Wanted] = {}
     with AsyncCompileMode(pool, ignore_errors=True):
         for each in wanted:
             found = each.kernel.run(*each.arguments, grid=each.grid, warmup=True, **each.keywords)
             # Neither compiled before, nor wanted twice.
             if isinstance(found, FutureKernel) and found not in begun:
-                begun.append(found)
+                begun[found] = each
                 pool.submit(_build_launcher, each, device)
+    for found, each in begun.items():
+        try:
+            found.result()
+        except Exception:
+            _forget(each.kernel.device_caches[device][0], found)
+
+
+def _forget(kernels: dict[Any, Any], failed: FutureKernel) -> None:
+    """Let the next launch compile again: Triton 3.8 would raise the same error ever after."""
+    for key, kept in list(kernels.items()):
+        if kept is failed:
+            kernels.pop(key, None)
 
 
 def _build_launcher(wanted: Wanted, device: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton import knobs
+from triton import FutureKernel, knobs
 from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
 
@@ -33,6 +33,10 @@ from flexdecode.kernels.reduce import _reduce_kernel
 
 # Compiled variants by kernel, constants, options and what `Arguments` finds in a call.
 _compiled: dict[tuple[Any, ...], Any] = {}
+
+# For AMD, Triton counts in 32 bits from addresses whose whole allocation lies within 2 GiB.
+_BY_SIZE = torch.version.hip is not None
+_NEAR = (1 << 31) - 1
 
 
 class Launch:
@@ -55,7 +59,8 @@ class Launch:
         )
 
     def __call__(self, key: tuple[Any, ...], arguments: Sequence[Any]) -> None:
-        """Launch; `key` tells apart what Triton would compile apart."""
+        """Launch; `key` tells apart what Triton would compile apart, but for sizes of memory."""
+        key = _full_key(key, arguments)
         variant = self.variants.get(key)
         if variant is None:
             compile_together([self.wanted(arguments)])
@@ -78,8 +83,13 @@ class Launch:
 
     def prepare(self, key: tuple[Any, ...], arguments: Sequence[Any]) -> None:
         """Compile what a launch with these arguments will run, and run nothing."""
+        key = _full_key(key, arguments)
         if key not in self.variants:
             self._keep(key, self._run(arguments, warmup=True))
+
+    def is_prepared(self, key: tuple[Any, ...], arguments: Sequence[Any]) -> bool:
+        """True where a launch with these arguments finds its kernel."""
+        return _full_key(key, arguments) in self.variants
 
     def wanted(self, arguments: Sequence[Any]) -> Wanted:
         """Return a launch with these arguments as something to compile."""
@@ -91,6 +101,8 @@ class Launch:
         )
 
     def _keep(self, key: tuple[Any, ...], compiled: Any) -> None:
+        if isinstance(compiled, FutureKernel):  # another thread compiles it
+            compiled = compiled.result()
         if hasattr(compiled, "metadata"):  # the interpreter has nothing to keep
             self.variants[key] = compiled
 
@@ -348,10 +360,29 @@ def decode(call: DecodeCall, config: DecodeConfig) -> tuple[Plan, Arguments | No
 
 def prepare(launches: Sequence[tuple[Launch, tuple[Any, ...], Sequence[Any]]]) -> None:
     """Compile side by side what is to be launched, each with its key and arguments."""
-    new = [each for each in launches if each[1] not in each[0].variants]
+    new = [
+        (launch, key, arguments)
+        for launch, key, arguments in launches
+        if not launch.is_prepared(key, arguments)
+    ]
     compile_together([launch.wanted(arguments) for launch, _, arguments in new])
     for launch, key, arguments in new:
         launch.prepare(key, arguments)
+
+
+def _full_key(key: tuple[Any, ...], arguments: Sequence[Any]) -> tuple[Any, ...]:
+    return (key, *_sizes(arguments)) if _BY_SIZE else key
+
+
+def _sizes(arguments: Sequence[Any]) -> list[bool]:
+    """Whether the allocation of each tensor is small, those of mods included."""
+    found: list[bool] = []
+    for x in arguments:
+        if isinstance(x, Tensor):
+            found.append(x.untyped_storage().size() <= _NEAR)
+        elif isinstance(x, tuple):
+            found += _sizes(x)
+    return found
 
 
 def outer_strides(x: Tensor) -> tuple[int, ...]:

@@ -4,6 +4,8 @@
 prints what Triton was asked for, as JSON.
 """
 
+import atexit
+import copy
 import hashlib
 import json
 import os
@@ -13,12 +15,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
+import torch
 import triton
-from aot_variants import TARGETS, Variant, causal_mask, make_call
+from aot_variants import TARGETS, Variant, as_if_on, causal_mask, make_call
 from triton import knobs
 from triton.runtime import driver
 
-from flexdecode.kernels import compiling
+from flexdecode.kernels import compiling, launch
 from flexdecode.kernels.call import Mod
 from flexdecode.kernels.launch import decode
 
@@ -134,6 +137,85 @@ def faulty():
         error = f"{error} for {raised}"
     decode(replace(call, mask_mod=Mod(causal_mask)), config)
     return {"error": error, **found.seen()}
+
+
+def failed_before():
+    """The cache could not be written at first."""
+    found = FakeDriver()
+    own = os.environ["TRITON_CACHE_DIR"]
+    errors = []
+    for place in ("/dev/null", "/dev/null", own):
+        os.environ["TRITON_CACHE_DIR"] = place
+        try:
+            decode(*make_call(CALL, DEVICE))
+        except OSError as raised:
+            errors.append(type(raised).__name__)
+    return {"errors": errors, **found.seen()}
+
+
+def without_threads():
+    """No more threads can be started."""
+    found = FakeDriver()
+    with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("no new thread")):
+        decode(*make_call(CALL, DEVICE))
+    return found.seen()
+
+
+def at_exit():
+    """The first call of a process is its last."""
+    found = FakeDriver()
+    atexit.register(lambda: (decode(*make_call(CALL, DEVICE)), print(json.dumps(found.seen()))))
+    return {}
+
+
+def many_threads():
+    """Masks of one's own in every thread, all at once."""
+    found = FakeDriver()
+    start = threading.Barrier(4)
+    errors = []
+
+    def work(mask):
+        start.wait(60)
+        try:
+            for _ in range(2):
+                decode(*make_call(replace(CALL, mask=mask), DEVICE))
+        except Exception as raised:
+            errors.append(repr(raised))
+
+    threads = [threading.Thread(target=work, args=(mask,)) for mask in ("causal", "documents") * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    kept = {id(x) for found in launch._compiled.values() for x in found.values()}
+    return {"errors": errors, "kept": len(kept), "launched": sorted(found.launched)}
+
+
+def copied():
+    """Copies of a bound mask, before and after it was used."""
+    from flexdecode import attention, create_block_mask
+
+    found = FakeDriver()
+    kv_len = torch.tensor([200, 300])
+    rule = create_block_mask(lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) * (h + 1) < 100)
+    q = torch.zeros(2, 8, 1, 64, dtype=torch.bfloat16)
+    k, v = torch.zeros(2, 2, 2, 512, 64, dtype=torch.bfloat16)
+    counts = []
+    with as_if_on(DEVICE):
+        mask = rule.bind(batch=2, heads=8, q_len=1, kv_len=kv_len, kv_capacity=512)
+        for step in ("bound", "updated", "called"):
+            if step != "bound":
+                mask.update()
+            if step == "called":
+                attention(q, k, v, block_mask=mask, backend="triton")
+            other = copy.deepcopy(mask)
+            found.launched.clear()
+            for _ in range(2):
+                other.update()
+                attention(q, k, v, block_mask=other, backend="triton")
+            counts.append(len(found.launched))
+            assert other.tables.kv_indices.data_ptr() != mask.tables.kv_indices.data_ptr()
+    return {"counts": counts}
 
 
 def within_another():

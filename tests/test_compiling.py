@@ -78,3 +78,29 @@ def test_a_process_starts_once_and_does_two_things_at_a_time(tmp_path):
 
 def test_without_a_driver_the_error_is_that_of_triton(tmp_path):
     assert "active drivers" in run("without_driver", tmp_path)["error"]
+
+
+def test_what_failed_is_compiled_again(tmp_path):
+    """Triton 3.8 keeps what failed in another thread, and would raise its error ever after."""
+    seen = run("failed_before", tmp_path)
+    assert len(seen["errors"]) == 2
+    assert seen["launched"] == ["_decode_kernel", "_reduce_kernel"]
+
+
+def test_kernels_compile_where_no_thread_can_be_started(tmp_path):
+    assert run("without_threads", tmp_path)["launched"] == ["_decode_kernel", "_reduce_kernel"]
+
+
+def test_the_first_call_may_be_made_at_exit(tmp_path):
+    assert run("at_exit", tmp_path)["launched"] == ["_decode_kernel", "_reduce_kernel"]
+
+
+def test_threads_may_make_the_first_calls_together(tmp_path):
+    seen = run("many_threads", tmp_path)
+    assert seen["errors"] == [] and seen["kept"] == 3
+    assert seen["launched"] == ["_decode_kernel"] * 8 + ["_reduce_kernel"] * 8
+
+
+def test_bound_masks_can_be_copied_whatever_they_have_launched(tmp_path):
+    counts = run("copied", tmp_path)["counts"]
+    assert len(set(counts)) == 1 and counts[0] >= 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from triton import FutureKernel
 
 from flexdecode.kernels import launch as launching
 from flexdecode.kernels.launch import BoundLaunch, Launch
@@ -61,6 +63,31 @@ def test_what_is_prepared_is_not_launched(kernel: Kernel) -> None:
     assert kernel.compiled == [True] and kernel.run_by.launched == []
     launch(("key",), [7, 8])
     assert kernel.compiled == [True] and kernel.run_by.launched == [((5, 1, 1), (7, 8))]
+
+
+def test_what_another_thread_compiles_is_waited_for(kernel: Kernel) -> None:
+    """Triton 3.8 hands out a kernel that is not there yet."""
+    there: Future[Any] = Future()
+    compiled = kernel.run(grid=None, warmup=True)
+    kernel.run = lambda *_, **__: FutureKernel(lambda found: None, there)  # type: ignore[method-assign]
+    launch = Launch(kernel, 5, {}, {})
+    there.set_result(compiled)
+    launch.prepare(("key",), [1])
+    assert list(launch.variants.values()) == [compiled]
+
+
+def test_sizes_of_memory_are_other_variants_where_triton_looks_at_them(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small, large = (torch.empty(n, dtype=torch.uint8, device="meta") for n in (8, 1 << 31))
+    for by_size, wanted in ((False, 1), (True, 4)):
+        monkeypatch.setattr(launching, "_BY_SIZE", by_size)
+        kernel.compiled.clear()
+        launch = Launch(kernel, 1, {}, {"by size": by_size})
+        for pair in ((small, small), (small, large), (large, small), (large, large[:8])):
+            launch(("key",), [pair[0], 3, (pair[1], 1.0)])
+            assert launch.is_prepared(("key",), [pair[0], 3, (pair[1], 1.0)])
+        assert len(kernel.compiled) == wanted
 
 
 def test_other_addresses_are_other_variants(kernel: Kernel) -> None:
