@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from flexdecode.api import AuxRequest, prepare
 from flexdecode.block_counts import BlockCounts, count_blocks, valid_keys
 from flexdecode.block_mask import BlockMask
+from flexdecode.kernels.call import is_within
 from flexdecode.kernels.configs import MIN_SHARE, DecodeConfig, Device, ceil_div
 from flexdecode.kernels.layout import Layout, kernel_block_size
 from flexdecode.plan import (
@@ -71,7 +72,8 @@ class Traffic:
     Attributes
     ----------
     keys_values : int
-        Valid keys of active blocks, and their values, once for each key head that reads them.
+        Valid keys of active blocks, and their values, once for each key head that reads them;
+        values that are columns of the keys are read with those.
     bias : int
         Entries for those keys.
     captures : int
@@ -519,7 +521,9 @@ def _traffic(
     if problem.Bkv == 1 and problem.kv_start is None and slots.shape[0]:
         slots = slots.amax(0, keepdim=True)  # sequences share the slots
     slots = slots.expand(-1, problem.Hkv, -1)
-    a_slot = row_bytes(k) + row_bytes(v)
+    a_slot = row_bytes(k)
+    if not (isinstance(k, Tensor) and isinstance(v, Tensor) and is_within(v, k)):
+        a_slot += row_bytes(v)
     out_row = problem.Dv * problem.dtype.itemsize
     q_out = problem.q_batch * problem.Hq * problem.Lq * (row_bytes(q) + out_row)
     captured = list(request.score.captures) if request.score is not None else []

@@ -45,6 +45,13 @@ def test_lengths_on_the_device_bound_what_is_read():
     assert report.traffic.keys_values == 2 * 1100 * 48 * 4
 
 
+def test_values_that_are_columns_of_the_keys_move_with_them():
+    q, k = torch.randn(1, 4, 1, 64), torch.randn(1, 1, 1000, 64)
+    for width, columns in ((64, 64), (48, 64), (20, 84)):  # the last falls into other pieces
+        assert explain(q, k, k[..., :width]).traffic.keys_values == 1000 * columns * 4
+    assert explain(q, k, k.clone()).traffic.keys_values == 1000 * 128 * 4
+
+
 def test_heads_of_a_group_share_what_either_reads():
     near, far = causal & sliding_window(100), causal
     q, k, v = inputs()

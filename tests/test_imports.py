@@ -50,8 +50,8 @@ MAY_IMPORT = {
     "codegen": "graph kernels mods trace",
     "compat": "api block_mask checks merging mods",
     "compilation": "",
-    "compiled": "api block_mask bound_mask checks closures graph_text mods packed quantization "
-    "tables trace",
+    "compiled": "api appending block_mask bound_mask checks closures graph_text mods packed "
+    "quantization tables trace",
     "console": "",
     "compiled_masks": "block_mask compiled mask_arguments tables",
     "demo": "flexdecode console tables visualize",
@@ -60,8 +60,8 @@ MAY_IMPORT = {
     "drawing": "",
     "evaluate": "graph operations proxies trace",
     "exchange": "quantization",
-    "explanation": "api block_counts block_mask kernels.configs kernels.layout mods plan "
-    "problem quantization tables undecided",
+    "explanation": "api block_counts block_mask kernels.call kernels.configs kernels.layout mods "
+    "plan problem quantization tables undecided",
     "graph": "",
     "graph_text": "graph",
     "integrations": "",
