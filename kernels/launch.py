@@ -64,7 +64,9 @@ class Launch:
         variant = self.variants.get(key)
         if variant is None:
             compile_together([self.wanted(arguments)])
-            self._keep(key, self._run(arguments, warmup=False))
+            variant = self._compile(key, arguments)
+        if variant is None:  # the interpreter has nothing to keep
+            self._run(arguments, warmup=False)
             return
         hooks = knobs.runtime
         if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # of a profiler
@@ -85,7 +87,7 @@ class Launch:
         """Compile what a launch with these arguments will run, and run nothing."""
         key = _full_key(key, arguments)
         if key not in self.variants:
-            self._keep(key, self._run(arguments, warmup=True))
+            self._compile(key, arguments)
 
     def is_prepared(self, key: tuple[Any, ...], arguments: Sequence[Any]) -> bool:
         """True where a launch with these arguments finds its kernel."""
@@ -95,16 +97,19 @@ class Launch:
         """Return a launch with these arguments as something to compile."""
         return Wanted(self.kernel, self.grid, arguments, {**self.constants, **self.options})
 
+    def _compile(self, key: tuple[Any, ...], arguments: Sequence[Any]) -> Any:
+        compiled = self._run(arguments, warmup=True)
+        if isinstance(compiled, FutureKernel):  # another thread compiles it
+            compiled = compiled.result()
+        if not hasattr(compiled, "metadata"):
+            return None
+        # One for all threads: Triton 3.8 unloads what nobody keeps, and a graph may hold it.
+        return self.variants.setdefault(key, compiled)
+
     def _run(self, arguments: Sequence[Any], warmup: bool) -> Any:
         return self.kernel.run(
             *arguments, grid=self.grid, warmup=warmup, **self.constants, **self.options
         )
-
-    def _keep(self, key: tuple[Any, ...], compiled: Any) -> None:
-        if isinstance(compiled, FutureKernel):  # another thread compiles it
-            compiled = compiled.result()
-        if hasattr(compiled, "metadata"):  # the interpreter has nothing to keep
-            self.variants[key] = compiled
 
 
 @dataclass(frozen=True, eq=False)

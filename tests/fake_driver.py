@@ -37,6 +37,7 @@ class FakeDriver:
         self.utils = SimpleNamespace(
             get_device_properties=lambda device: {"max_shared_mem": shared_memory},
             load_binary=lambda name, *_: (name, name, 32, 0, 1024),
+            unload_module=lambda module: None,
         )
         self.launcher_cls = self.launcher
         knobs.compilation.listener = self.listen

@@ -49,11 +49,11 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
 def test_a_kernel_is_asked_for_once(kernel: Kernel) -> None:
     for programs in (5, 6):
         Launch(kernel, programs, {"C": 8}, {})(("key",), [1])
-    assert kernel.compiled == [False]
-    assert kernel.run_by.launched == [((6, 1, 1), (1, 8))]
+    assert kernel.compiled == [True]
+    assert kernel.run_by.launched == [((5, 1, 1), (1, 8)), ((6, 1, 1), (1, 8))]
     Launch(kernel, 5, {"C": 8}, {})(("other",), [1])
     Launch(kernel, 5, {"C": 9}, {})(("key",), [1])
-    assert kernel.compiled == [False] * 3
+    assert kernel.compiled == [True] * 3
 
 
 def test_what_is_prepared_is_not_launched(kernel: Kernel) -> None:
@@ -74,6 +74,23 @@ def test_what_another_thread_compiles_is_waited_for(kernel: Kernel) -> None:
     there.set_result(compiled)
     launch.prepare(("key",), [1])
     assert list(launch.variants.values()) == [compiled]
+
+
+def test_threads_that_compile_the_same_launch_the_same(kernel: Kernel) -> None:
+    """Triton 3.8 unloads a kernel that nothing refers to, be it in a captured graph."""
+    launch = Launch(kernel, 5, {}, {})
+    compile, first = kernel.run, []
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        kernel.run = compile  # type: ignore[method-assign]
+        launch(("key",), [1])  # another thread comes in between
+        first.extend(launch.variants.values())
+        return compile(*arguments, **options)
+
+    kernel.run = run  # type: ignore[method-assign]
+    launch(("key",), [2])
+    assert kernel.compiled == [True, True] and len(kernel.run_by.launched) == 2
+    assert len(first) == 1 and launch.variants[("key",)] is first[0]
 
 
 def test_sizes_of_memory_are_other_variants_where_triton_looks_at_them(
