@@ -273,10 +273,14 @@ def bind_mask(
 
 
 def _extent(bound: BoundMask, device: torch.device) -> Extent:
-    """What the tables are for: one object until an int that was bound changes."""
-    made: Extent | None = bound.__dict__.get("_extent")
-    if made is not None and made.kv_len is bound.kv_len:
-        return made
+    """What the tables are for: one object until an int that was bound changes, or data moves."""
+    # Views stay behind where a tensor is given other data: here and in calls to be repeated.
+    lengths = (bound.kv_len, bound.q_offset, bound.kv_start)
+    at = [(x.data_ptr(), x.stride()) if isinstance(x, Tensor) else x for x in lengths]
+    earlier: tuple[list[Any], Extent] | None = bound.__dict__.get("_extent")
+    if earlier is not None and earlier[0] == at:
+        return earlier[1]
+    bound.__dict__.pop("_repeats", None)
     assert bound.B is not None and bound.H is not None and bound.kv_len is not None
     assert bound.q_len is not None and bound.kv_capacity is not None
     made = Extent(
@@ -291,7 +295,7 @@ def _extent(bound: BoundMask, device: torch.device) -> Extent:
         kv_start=None if bound.kv_start is None else bound.kv_start.expand(bound.B),
         packed=bound.packed,
     )
-    object.__setattr__(bound, "_extent", made)
+    object.__setattr__(bound, "_extent", (at, made))
     return made
 
 

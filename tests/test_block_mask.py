@@ -646,6 +646,28 @@ def test_bound_tables_follow_updates_in_place():
     assert [table.data_ptr() for table in step.tables.tensors] == addresses
 
 
+@pytest.mark.parametrize("name", ["kv_len", "kv_start", "q_offset"])
+def test_bound_tensors_may_be_given_other_data(name):
+    """As `torch.nn.Module.to` does, and code that swaps buffers."""
+
+    def bind():
+        return create_block_mask(window).bind(batch=2, heads=2, q_len=1, kv_capacity=512, **lengths)
+
+    lengths = {
+        "kv_len": torch.tensor([200, 300]),
+        "kv_start": torch.tensor([0, 10]),
+        "q_offset": torch.tensor([150, 200]),
+    }
+    other = {"kv_len": [20, 500], "kv_start": [450, 400], "q_offset": [400, 0]}
+    step = bind()
+    step.update()
+    before = step.to_dense()
+    lengths[name].data = torch.tensor(other[name])
+    step.update()
+    assert torch.equal(step.to_dense(), bind().to_dense())
+    assert not torch.equal(step.to_dense(), before)
+
+
 def test_bound_ints_move_on():
     step = create_block_mask(window).bind(
         batch=1, heads=2, q_len=2, kv_len=5, kv_capacity=300, device="cpu"

@@ -225,3 +225,25 @@ def test_default_lengths_follow_the_starts() -> None:
         kv_start.copy_(torch.tensor(starts))
         same(*given, kv_start=kv_start)
         same(*given, kv_start=torch.tensor(starts[::-1], device=DEVICE))
+
+
+@pytest.mark.parametrize("name", ["kv_len", "kv_start", "q_offset"])
+def test_lengths_of_a_bound_mask_may_be_given_other_data(ordinary: list[str], name: str) -> None:
+    lengths = {"kv_len": [60, 50], "kv_start": [0, 10], "q_offset": [50, 40]}
+    other = {"kv_len": [20, 60], "kv_start": [9, 3], "q_offset": [21, 33]}
+    given = {each: torch.tensor(values, device=DEVICE) for each, values in lengths.items()}
+
+    def bind() -> Any:
+        mask = create_block_mask(causal & sliding_window(13), BLOCK_SIZE=16)
+        return mask.bind(batch=2, heads=4, q_len=1, kv_capacity=70, **given)
+
+    step, qkv = bind(), tensors()
+    for _ in range(2):
+        step.update()
+        before = call(*qkv, block_mask=step)
+    assert ways(ordinary) == 1
+    given[name].data = torch.tensor(other[name], device=DEVICE)
+    step.update()
+    out = call(*qkv, block_mask=step)
+    torch.testing.assert_close(out, attention(*qkv, block_mask=bind(), backend="reference"))
+    assert not torch.equal(out, before)
