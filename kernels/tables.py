@@ -245,19 +245,21 @@ class TableBuffers:
     def empty(
         cls, B: int, heads: int, nQ: int, nKV: int, device: torch.device, *, states: bool = True
     ) -> "TableBuffers":
-        """Allocate, `states` too or none of them; the lists share one buffer."""
-        rows = B * heads * nQ
-        lists = torch.empty(2 * rows * (1 + nKV), dtype=torch.int32, device=device)
-        num, full_num, indices, full = lists.split([rows, rows, rows * nKV, rows * nKV])
+        """Allocate, `states` too or none of them.
+
+        Each apart: inductor of torch 2.11 loses where slices of one buffer begin if an operator
+        writes them.
+        """
         shape = (B, heads, nQ)
+
+        def counts() -> Tensor:
+            return torch.empty(shape, dtype=torch.int32, device=device)
+
+        def lists() -> Tensor:
+            return torch.empty((*shape, nKV), dtype=torch.int32, device=device)
+
         state = torch.empty((*shape, nKV if states else 0), dtype=torch.uint8, device=device)
-        return cls(
-            state,
-            num.view(shape),
-            indices.view(*shape, nKV),
-            full_num.view(shape),
-            full.view(*shape, nKV),
-        )
+        return cls(state, counts(), lists(), counts(), lists())
 
 
 def launch_tables(
