@@ -1,6 +1,6 @@
 """Triton kernels. Import as ``flexdecode.kernels``.
 
-Read `decode` first (the legend, the kernel, its loop), then `tiles`, `worklist` and `reduce`;
+Read `decode` first (the legend, the kernel), `attend` (its loop), `tiles`, `worklist`, `reduce`;
 `pages` and `quantized` say where and what the keys of other caches are;
 `tables` and `interval_tables` build block tables, `launch` turns a call into launches, `compiling`
 compiles them side by side, `configs` chooses tiles; `merge` joins whole calls.

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs, allow-untyped-decorators
 """Split-KV decode attention over the active blocks of a programmable mask.
 
-Read the legend and `_decode_kernel` first, then `attend`, the loop that it runs over each list of
-blocks, then `flexdecode.kernels.tiles`. `flexdecode.kernels.launch` runs this kernel and, where
-rows may have been shared among programs, the reduction.
+Read the legend and `_decode_kernel` first, then `flexdecode.kernels.attend`, the loop that it runs
+over each list of blocks, then `flexdecode.kernels.tiles`. `flexdecode.kernels.launch` runs this
+kernel and, where rows may have been shared among programs, the reduction.
 
 The method is Flash-Decoding [1]_ (independent programs over parts of the KV sequence, joined
 afterwards) with the block lists of FlexAttention [2]_.
@@ -18,11 +18,10 @@ References
 import triton
 import triton.language as tl
 
-from flexdecode.kernels.pages import find_pages, page_rows
+from flexdecode.kernels.attend import Cache, Mode, Mods, Share, Tile, attend
+from flexdecode.kernels.pages import Pages, lie_of_units
 from flexdecode.kernels.quantized import (
-    accumulate_float8,
-    accumulate_quantized,
-    coefficients_at,
+    coefficients_of,
     decode_queries,
     finish_output,
     float8_pointer,
@@ -30,21 +29,17 @@ from flexdecode.kernels.quantized import (
     is_by_row,
     lift_queries,
     load_columns,
-    load_scales,
-    quantized_scores,
     store_columns,
+    suits_float8,
     sum_groups,
     value_dtype,
     zero_output,
 )
 from flexdecode.kernels.tiles import (
-    LOG2E,
-    accumulate_pieces,
     address_of,
     begin,
     cdiv,
     count_units,
-    dot_pieces,
     drop_rows,
     finish_rows,
     load_kv_len,
@@ -52,10 +47,7 @@ from flexdecode.kernels.tiles import (
     load_pieces,
     load_q_offset,
     load_query_tile,
-    loop_bound,
-    online_softmax_update,
     scale_pieces,
-    seen_by_a_row,
     store_pieces,
     zero_pieces,
 )
@@ -107,254 +99,22 @@ def load_queries(
 
 
 @triton.jit
-def attend(
-    carry,  # (m_i, l_i, acc): maximum in log2, sum, output pieces of every row so far
-    q,  # pieces of [BLOCK_M, D]
-    first,
-    last,  # the units of this list that belong to this split
-    indices_ptr,  # block numbers, int32, or None: unit u is block first_block + u
-    first_block,
-    kv_len,
-    k_ptr,  # at this KV head and this sequence's first key; with pages, at page 0
-    stride_kb,
-    stride_kn,
-    stride_kd,
-    v_ptr,
-    stride_vb,
-    stride_vn,
-    stride_vd,
-    k_coefficients,  # (pointer at this head, strides of sequence or page, key and group), or None
-    q_sums,  # of q over each group of its elements, [BLOCK_M], or None
-    v_coefficients,
-    pages,  # (this sequence's page numbers, its first slot), or None: keys follow one another
-    bias_rows,  # [BLOCK_M, 1] pointers, or None
-    stride_bn,
-    state_rows,  # [BLOCK_M, 1] pointers, or None
-    scale,  # or [BLOCK_M, 1]
-    b,
-    h,  # [BLOCK_M, 1]
-    q_idx,  # [BLOCK_M, 1]
+def store_output(
+    ptr,
+    rows,  # [BLOCK_M], int64
     real,  # [BLOCK_M]
-    score_args,
-    mask_args,
-    SCORE_MOD: tl.constexpr,
-    MASK_MOD: tl.constexpr,
-    PARTIAL: tl.constexpr,
-    ASK_FULL: tl.constexpr,  # a full block that crosses kv_len is as good as a partial one
-    CHECK_BOUNDS: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
-    K_FORMAT: tl.constexpr,  # of quantised keys, see `flexdecode.kernels.quantized`; or ""
-    K_COEFFICIENTS: tl.constexpr,
-    K_GROUPS: tl.constexpr,
+    acc,
     V_FORMAT: tl.constexpr,
-    V_COEFFICIENTS: tl.constexpr,
     V_GROUPS: tl.constexpr,
-    FLOAT8: tl.constexpr,  # q and k are multiplied as e4m3, and so are weights and such values
-    ASSEMBLY: tl.constexpr,  # CUDA instructions may be written out
-    D: tl.constexpr,
-    D_0: tl.constexpr,
-    D_1: tl.constexpr,
     DV: tl.constexpr,
     DV_0: tl.constexpr,
     DV_1: tl.constexpr,
-    KV_BLOCK: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    WHOLE_PAGES: tl.constexpr,  # no unit crosses into another page
-    LIKE_K: tl.constexpr,  # pages of v have the strides of those of k
-    V_IN_K: tl.constexpr,  # v is the first columns of k, a latent cache: no need to load it
 ):
-    """Attend to the units [first, last) of one list: partial blocks ask the mask, full ones don't.
-
-    A unit is BLOCK_N keys of a block. Bounds are checked where a block may cross kv_len.
-    """
-    m_i, l_i, acc = carry
-    SUBS: tl.constexpr = (KV_BLOCK + BLOCK_N - 1) // BLOCK_N
-    PADDED: tl.constexpr = KV_BLOCK % BLOCK_N != 0
-    ALIGNED: tl.constexpr = (
-        PAGE_SIZE > 0 and BLOCK_N % PAGE_SIZE == 0 and not PADDED and pages[1] is None
-    )
-    offs_n = tl.arange(0, BLOCK_N)
-    k_rows = offs_n.to(tl.int64) * stride_kn  # [BLOCK_N]
-    v_rows = offs_n.to(tl.int64) * stride_vn  # [BLOCK_N]
-    if indices_ptr is not None:
-        next_block = tl.load(indices_ptr + first // SUBS, mask=first < last, other=0)
-    if PAGE_SIZE > 0:
-        if indices_ptr is None:
-            next_start = (first_block + first) * BLOCK_N
-        else:
-            next_start = next_block * KV_BLOCK + (first % SUBS) * BLOCK_N
-            next_unit = tl.minimum(first + 1, last - 1)
-            next_block = tl.load(indices_ptr + next_unit // SUBS, mask=first < last, other=0)
-        length = tl.where(first < last, kv_len, 0)
-        next_pages = find_pages(pages, next_start, offs_n, length, PAGE_SIZE, WHOLE_PAGES)
-
-    for unit in tl.range(loop_bound(first), loop_bound(last)):
-        # -- which keys: numbers of blocks and pages are fetched ahead, nothing waits for them ----
-        if PAGE_SIZE == 0:
-            page = None
-            if indices_ptr is None:
-                block = first_block + unit
-                start_n = block * BLOCK_N
-            else:
-                block = next_block
-                start_n = block * KV_BLOCK + (unit % SUBS) * BLOCK_N
-                next_block = tl.load(indices_ptr + tl.minimum(unit + 1, last - 1) // SUBS)
-            k_start = start_n.to(tl.int64) * stride_kn
-            v_start = start_n.to(tl.int64) * stride_vn
-        else:
-            # What is carried must be computed anew: a loop that hands a value on is not pipelined.
-            start_n = next_start
-            block = start_n // KV_BLOCK
-            if indices_ptr is None:
-                next_start = start_n + BLOCK_N
-            else:
-                next_start = next_block * KV_BLOCK + ((unit + 1) % SUBS) * BLOCK_N
-                next_block = tl.load(indices_ptr + tl.minimum(unit + 2, last - 1) // SUBS)
-            page = next_pages
-            length = tl.where(unit + 1 < last, kv_len, 0)
-            next_pages = find_pages(pages, next_start, offs_n, length, PAGE_SIZE, WHOLE_PAGES)
-            k_start, k_rows = page_rows(
-                page, pages, start_n, offs_n, stride_kb, stride_kn, PAGE_SIZE, WHOLE_PAGES, ALIGNED
-            )
-            v_start, v_rows = k_start, k_rows
-            if not LIKE_K:
-                v_start, v_rows = page_rows(
-                    page,
-                    pages,
-                    start_n,
-                    offs_n,
-                    stride_vb,
-                    stride_vn,
-                    PAGE_SIZE,
-                    WHOLE_PAGES,
-                    ALIGNED,
-                )
-        kv_idx = (start_n + offs_n)[None, :]  # [1, BLOCK_N]
-        lane = real[:, None]
-        present = None
-        if CHECK_BOUNDS or PADDED:
-            limit = kv_len
-            if PADDED:
-                limit = tl.minimum(kv_len, (block + 1) * KV_BLOCK)
-            present = start_n + offs_n < limit  # [BLOCK_N]
-            lane = lane & present[None, :]
-
-        # -- scores: q @ k in natural units, the user's rule, then log2 ----
-        if K_FORMAT == "":
-            k = load_pieces(k_ptr + k_start, k_rows, stride_kd, present, D, D_0, D_1)
-            qk = dot_pieces(q, k, INPUT_PRECISION)  # [BLOCK_M, BLOCK_N]
-        elif FLOAT8:
-            k_codes = float8_pointer(k_ptr + k_start)
-            k = load_pieces(k_codes, k_rows * 2, 1, present, D, D_0, D_1)
-            qk = dot_pieces(q, k, "ieee")
-            if is_by_row(K_COEFFICIENTS):
-                beside = coefficients_at(
-                    k_coefficients, page, pages, start_n, offs_n, PAGE_SIZE, WHOLE_PAGES, ALIGNED
-                )
-                qk = qk * load_scales(beside, present, 1.0)[None, :]
-        else:
-            beside = None
-            if is_by_row(K_COEFFICIENTS):
-                beside = coefficients_at(
-                    k_coefficients, page, pages, start_n, offs_n, PAGE_SIZE, WHOLE_PAGES, ALIGNED
-                )
-            qk = quantized_scores(
-                q,
-                q_sums,
-                k_ptr + k_start,
-                k_rows,
-                beside,
-                present,
-                K_FORMAT,
-                K_COEFFICIENTS,
-                K_GROUPS,
-                D,
-                ASSEMBLY,
-                INPUT_PRECISION,
-            )
-        if SCORE_MOD is None and bias_rows is None:
-            qk = qk * (scale * LOG2E)
-        else:
-            qk = qk * scale
-            if bias_rows is not None:
-                bias_ptrs = bias_rows + kv_idx.to(tl.int64) * stride_bn
-                qk += tl.load(bias_ptrs, mask=lane, other=0.0).to(tl.float32)
-            if SCORE_MOD is not None:
-                qk = SCORE_MOD(qk, b, h, q_idx, kv_idx, lane, score_args)
-            qk = qk * LOG2E
-
-        # -- what the mask allows ----
-        if PARTIAL:
-            keep = lane
-            if MASK_MOD is not None:
-                keep = MASK_MOD(b, h, q_idx, kv_idx, lane, mask_args)
-            if state_rows is not None:
-                state = tl.load(state_rows + block, mask=real[:, None], other=0)
-                sure = state == 2
-                if ASK_FULL:
-                    sure = sure & (keep | ((block + 1) * KV_BLOCK <= kv_len))
-                keep = (keep & (state == 1)) | sure
-            qk = tl.where(lane & keep, qk, float("-inf"))
-        elif ASK_FULL:
-            keep = MASK_MOD(b, h, q_idx, kv_idx, lane, mask_args)
-            keep = keep | ((block + 1) * KV_BLOCK <= kv_len)
-            qk = tl.where(lane & keep, qk, float("-inf"))
-        elif present is not None:
-            qk = tl.where(present[None, :], qk, float("-inf"))
-
-        # -- online softmax, and the values; 0 * NaN is NaN, so unseen values must not be there ----
-        p, m_i, l_i, alpha = online_softmax_update(qk, m_i, l_i)
-        seen = None
-        if ASK_FULL or (PARTIAL and (MASK_MOD is not None or state_rows is not None)):
-            seen = seen_by_a_row(keep, real, BLOCK_N)
-        if V_FORMAT == "":
-            if V_IN_K:
-                v = k if DV_1 == D_1 else (k[0],)
-            else:
-                v = load_pieces(v_ptr + v_start, v_rows, stride_vd, present, DV, DV_0, DV_1)
-            if seen is not None:
-                v = drop_rows(v, seen)
-            acc = accumulate_pieces(acc, alpha, p, v, INPUT_PRECISION)
-        else:
-            beside = None
-            if is_by_row(V_COEFFICIENTS):
-                beside = coefficients_at(
-                    v_coefficients, page, pages, start_n, offs_n, PAGE_SIZE, WHOLE_PAGES, ALIGNED
-                )
-            if FLOAT8 and V_FORMAT == "e4m3" and V_COEFFICIENTS != "words":
-                acc = accumulate_float8(
-                    acc,
-                    alpha,
-                    p,
-                    v_ptr + v_start,
-                    v_rows,
-                    beside,
-                    present,
-                    seen,
-                    V_COEFFICIENTS,
-                    DV,
-                    ASSEMBLY,
-                )
-            else:
-                acc = accumulate_quantized(
-                    acc,
-                    alpha,
-                    p,
-                    v_ptr + v_start,
-                    v_rows,
-                    beside,
-                    present,
-                    seen,
-                    V_FORMAT,
-                    V_COEFFICIENTS,
-                    V_GROUPS,
-                    DV,
-                    tl.bfloat16 if FLOAT8 else value_dtype(V_FORMAT, q[0].dtype),
-                    ASSEMBLY,
-                    INPUT_PRECISION,
-                )
-    return m_i, l_i, acc
+    """Store the rows of a tile from the pieces, or the columns, that the values come in."""
+    if V_FORMAT == "":
+        store_pieces(ptr, rows, real, acc, DV, DV_0, DV_1)
+    else:
+        store_columns(ptr, rows, real, acc, V_FORMAT, V_GROUPS, DV)
 
 
 # Legend: B sequences, Hq query heads, Hkv KV heads, G = Hq // Hkv, Lq query rows, Lkv key
@@ -579,51 +339,40 @@ def _decode_kernel(
     # -- where my keys, pages and blocks are ----
     k_ptr += head_kv * stride_kh * ALIGN_K
     v_ptr += head_kv * stride_vh * ALIGN_V
-    stride_kb = stride_kb * ALIGN_K
-    stride_kn = stride_kn * ALIGN_K
-    stride_vb = stride_vb * ALIGN_V
-    stride_vn = stride_vn * ALIGN_V
-    pages = None
+    # Declared as int64, but the interpreter has them as int32.
+    stride_kb = stride_kb.to(tl.int64) * ALIGN_K
+    stride_kn = stride_kn.to(tl.int64) * ALIGN_K
+    stride_vb = stride_vb.to(tl.int64) * ALIGN_V
+    stride_vn = stride_vn.to(tl.int64) * ALIGN_V
+    page_numbers = None
+    start = None
     if PAGE_SIZE > 0:
-        if kv_start_ptr is None:
-            pages = (page_table_ptr + b64 * stride_pb, kv_start_ptr)
-        else:
-            pages = (page_table_ptr + b64 * stride_pb, load_kv_start(lengths, b64))
+        page_numbers = page_table_ptr + b64 * stride_pb
     else:
         k_ptr += b64 * stride_kb
         v_ptr += b64 * stride_vb
-        if kv_start_ptr is not None:
-            start = load_kv_start(lengths, b64)
+    if kv_start_ptr is not None:
+        start = load_kv_start(lengths, b64)
+        if PAGE_SIZE == 0:
             k_ptr += start * stride_kn
             v_ptr += start * stride_vn
-            if is_by_row(K_COEFFICIENTS):
-                kc_ptr += start * stride_kcn
-            if is_by_row(V_COEFFICIENTS):
-                vc_ptr += start * stride_vcn
     k_coefficients = None
     if is_by_row(K_COEFFICIENTS):
-        kc_ptr += head_kv * stride_kch
-        if PAGE_SIZE == 0:
-            kc_ptr += b64 * stride_kcb
-        k_coefficients = (kc_ptr, stride_kcb, stride_kcn, stride_kcg)
+        k_coefficients = coefficients_of(
+            kc_ptr, stride_kcb, stride_kch, stride_kcn, stride_kcg, head_kv, b64, start, PAGE_SIZE
+        )
     v_coefficients = None
     if is_by_row(V_COEFFICIENTS):
-        vc_ptr += head_kv * stride_vch
-        if PAGE_SIZE == 0:
-            vc_ptr += b64 * stride_vcb
-        v_coefficients = (vc_ptr, stride_vcb, stride_vcn, stride_vcg)
-    WHOLE_PAGES: tl.constexpr = (
-        PAGE_SIZE > 0
-        and PAGE_SIZE % BLOCK_N == 0
-        and KV_BLOCK % BLOCK_N == 0
-        and kv_start_ptr is None
-    )
+        v_coefficients = coefficients_of(
+            vc_ptr, stride_vcb, stride_vch, stride_vcn, stride_vcg, head_kv, b64, start, PAGE_SIZE
+        )
     full_indices = None
     partial_indices = None
     if kv_num_blocks_ptr is not None:
         partial_indices = kv_indices_ptr + table_row * columns
         if full_kv_num_blocks_ptr is not None:
             full_indices = full_kv_indices_ptr + table_row * full_columns
+
     # -- my queries, and whether there is anything to do ----
     if FIXED:
         begin(address_of(k_ptr) | address_of(v_ptr) | working, PDL)
@@ -680,127 +429,50 @@ def _decode_kernel(
     # saves an exchange between warps in every step. A large tile has no registers for that.
     l_i = tl.zeros((BLOCK_M, BLOCK_N if BLOCK_M <= 32 else 1), tl.float32)
     if V_FORMAT == "":
-        carry = (m_i, l_i, zero_pieces(BLOCK_M, DV_0, DV_1))
+        acc = zero_pieces(BLOCK_M, DV_0, DV_1)
     else:
         acc = zero_output(BLOCK_M, BLOCK_N, V_FORMAT, V_COEFFICIENTS, V_GROUPS, DV)
-        carry = (m_i, l_i, acc)
-    if SPAN == 0 and (kv_num_blocks_ptr is None or full_kv_num_blocks_ptr is not None):
-        carry = attend(
-            carry,
-            q,
-            first,
-            tl.minimum(last, full),
-            full_indices,
-            0,
-            kv_len,
+    m_i, l_i, acc = attend(
+        (m_i, l_i, acc),
+        Share(first, last, full, full_indices, partial_indices),
+        kv_len,
+        Tile(q, q_sums, scale, b, h, q_idx, real, bias_rows, stride_bn, state_rows),
+        Cache(
             k_ptr,
             stride_kb,
             stride_kn,
             stride_kd,
+            k_coefficients,
+            K_FORMAT,
+            K_COEFFICIENTS,
+            K_GROUPS,
+            D,
+            D_0,
+            D_1,
+        ),
+        Cache(
             v_ptr,
             stride_vb,
             stride_vn,
             stride_vd,
-            k_coefficients,
-            q_sums,
             v_coefficients,
-            pages,
-            bias_rows,
-            stride_bn,
-            None,
-            scale,
-            b,
-            h,
-            q_idx,
-            real,
-            score_args,
-            mask_args,
-            SCORE_MOD,
-            MASK_MOD,
-            PARTIAL=False,
-            ASK_FULL=ASK_FULL,
-            CHECK_BOUNDS=not EXACT,
-            INPUT_PRECISION=INPUT_PRECISION,
-            K_FORMAT=K_FORMAT,
-            K_COEFFICIENTS=K_COEFFICIENTS,
-            K_GROUPS=K_GROUPS,
-            V_FORMAT=V_FORMAT,
-            V_COEFFICIENTS=V_COEFFICIENTS,
-            V_GROUPS=V_GROUPS,
-            FLOAT8=FLOAT8,
-            ASSEMBLY=ASSEMBLY,
-            D=D,
-            D_0=D_0,
-            D_1=D_1,
-            DV=DV,
-            DV_0=DV_0,
-            DV_1=DV_1,
-            KV_BLOCK=KV_BLOCK,
-            BLOCK_N=BLOCK_N,
-            PAGE_SIZE=PAGE_SIZE,
-            WHOLE_PAGES=WHOLE_PAGES,
-            LIKE_K=LIKE_K,
-            V_IN_K=V_IN_K,
-        )
-    if last > full:  # or else the start of its pipeline would be run in vain
-        carry = attend(
-            carry,
-            q,
-            tl.maximum(first - full, 0),
-            last - full,
-            partial_indices,
-            full,
-            kv_len,
-            k_ptr,
-            stride_kb,
-            stride_kn,
-            stride_kd,
-            v_ptr,
-            stride_vb,
-            stride_vn,
-            stride_vd,
-            k_coefficients,
-            q_sums,
-            v_coefficients,
-            pages,
-            bias_rows,
-            stride_bn,
-            state_rows,
-            scale,
-            b,
-            h,
-            q_idx,
-            real,
-            score_args,
-            mask_args,
-            SCORE_MOD,
-            MASK_MOD,
-            PARTIAL=True,
-            ASK_FULL=ASK_FULL,
-            CHECK_BOUNDS=True,
-            INPUT_PRECISION=INPUT_PRECISION,
-            K_FORMAT=K_FORMAT,
-            K_COEFFICIENTS=K_COEFFICIENTS,
-            K_GROUPS=K_GROUPS,
-            V_FORMAT=V_FORMAT,
-            V_COEFFICIENTS=V_COEFFICIENTS,
-            V_GROUPS=V_GROUPS,
-            FLOAT8=FLOAT8,
-            ASSEMBLY=ASSEMBLY,
-            D=D,
-            D_0=D_0,
-            D_1=D_1,
-            DV=DV,
-            DV_0=DV_0,
-            DV_1=DV_1,
-            KV_BLOCK=KV_BLOCK,
-            BLOCK_N=BLOCK_N,
-            PAGE_SIZE=PAGE_SIZE,
-            WHOLE_PAGES=WHOLE_PAGES,
-            LIKE_K=LIKE_K,
-            V_IN_K=V_IN_K,
-        )
-    m_i, l_i, acc = carry
+            V_FORMAT,
+            V_COEFFICIENTS,
+            V_GROUPS,
+            DV,
+            DV_0,
+            DV_1,
+        ),
+        Pages(
+            page_numbers,
+            start,
+            PAGE_SIZE,
+            lie_of_units(PAGE_SIZE, KV_BLOCK, BLOCK_N, kv_start_ptr is not None),
+        ),
+        Mods(SCORE_MOD, score_args, MASK_MOD, mask_args),
+        Mode(KV_BLOCK, BLOCK_N, EXACT, ASK_FULL, LIKE_K, V_IN_K, FLOAT8, ASSEMBLY, INPUT_PRECISION),
+        HAS_FULL=SPAN == 0 and (kv_num_blocks_ptr is None or full_kv_num_blocks_ptr is not None),
+    )
     l_i = tl.sum(l_i, 1)  # [BLOCK_M]
     if V_FORMAT != "":
         v_scale = None
@@ -815,7 +487,7 @@ def _decode_kernel(
             DV,
             value_dtype(V_FORMAT, DTYPE),
             ASSEMBLY,
-            FLOAT8 and V_FORMAT == "e4m3" and V_COEFFICIENTS != "words",
+            FLOAT8 and suits_float8(V_FORMAT, V_COEFFICIENTS),
         )
 
     # -- the result, or this split's part of it ----
@@ -826,11 +498,8 @@ def _decode_kernel(
             sink = tl.load(sinks_ptr + head, mask=real, other=0.0)
         factor, lse, m = finish_rows(m_i, l_i, sink)
         out_rows = (table_b * stride_ob + head * stride_oh + row * stride_ol) * ALIGN_Q
-        if V_FORMAT == "":
-            store_pieces(out_ptr, out_rows, real, scale_pieces(acc, factor), DV, DV_0, DV_1)
-        else:
-            acc = scale_pieces(acc, factor)
-            store_columns(out_ptr, out_rows, real, acc, V_FORMAT, V_GROUPS, DV)
+        acc = scale_pieces(acc, factor)
+        store_output(out_ptr, out_rows, real, acc, V_FORMAT, V_GROUPS, DV, DV_0, DV_1)
         if lse_ptr is not None:
             tl.store(lse_ptr + out_row, lse, mask=real)
         if max_ptr is not None:
@@ -838,9 +507,6 @@ def _decode_kernel(
     else:
         part = pid.to(tl.int64) * (TG * TQ) + offs_m  # [BLOCK_M]
         m_ptr = acc_ptr + parts * DV
-        if V_FORMAT == "":
-            store_pieces(acc_ptr, part * DV, real, acc, DV, DV_0, DV_1)
-        else:
-            store_columns(acc_ptr, part * DV, real, acc, V_FORMAT, V_GROUPS, DV)
+        store_output(acc_ptr, part * DV, real, acc, V_FORMAT, V_GROUPS, DV, DV_0, DV_1)
         tl.store(m_ptr + part, m_i, mask=real)
         tl.store(m_ptr + parts + part, l_i, mask=real)

@@ -12,53 +12,77 @@ References
    PagedAttention", SOSP 2023.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 
+class Pages(NamedTuple):
+    """Where a sequence's keys are."""
+
+    numbers: tl.tensor  # of its pages, int32
+    first_slot: tl.tensor | None
+    SIZE: tl.constexpr  # keys of a page; 0: there are no pages, keys follow one another
+    UNITS: tl.constexpr  # see `lie_of_units`
+
+
+class Unit(NamedTuple):
+    """Keys that are worked on together."""
+
+    page: tl.tensor | None  # from `find_pages`
+    start_n: tl.tensor  # its first key
+    offs_n: tl.tensor  # [BLOCK_N]
+
+
+@triton.constexpr_function
+def lie_of_units(PAGE_SIZE, KV_BLOCK, BLOCK_N, ANYWHERE):
+    """How units lie on pages: "inside" one each, from the "start" of one on, or anyhow, ""."""
+    if PAGE_SIZE == 0 or KV_BLOCK % BLOCK_N != 0 or ANYWHERE:
+        return ""
+    if PAGE_SIZE % BLOCK_N == 0:
+        return "inside"
+    return "start" if BLOCK_N % PAGE_SIZE == 0 else ""
+
+
 @triton.jit
 def find_pages(
-    pages,  # (this sequence's page numbers, its first slot or None)
+    pages,
     start_n,  # first key of the unit
     offs_n,  # [BLOCK_N]
     kv_len,  # entries of keys from here on are never read
-    PAGE_SIZE: tl.constexpr,
-    WHOLE_PAGES: tl.constexpr,
 ):
     """Page of a unit, or of each of its keys: int32, 0 where there is no key."""
-    if WHOLE_PAGES:
-        return tl.load(pages[0] + start_n // PAGE_SIZE, mask=start_n < kv_len, other=0)
+    if pages.UNITS == "inside":
+        return tl.load(pages.numbers + start_n // pages.SIZE, mask=start_n < kv_len, other=0)
     else:
         keys = start_n + offs_n
         slots = keys
-        if pages[1] is not None:
-            slots = pages[1] + keys
-        return tl.load(pages[0] + slots // PAGE_SIZE, mask=keys < kv_len, other=0)
+        if pages.first_slot is not None:
+            slots = pages.first_slot + keys
+        return tl.load(pages.numbers + slots // pages.SIZE, mask=keys < kv_len, other=0)
 
 
 @triton.jit
-def page_rows(
-    page,  # from `find_pages`
+def key_rows(
     pages,
-    start_n,
-    offs_n,
+    at,
     stride_b,  # from page to page, in elements
     stride_n,
-    PAGE_SIZE: tl.constexpr,
-    WHOLE_PAGES: tl.constexpr,
-    ALIGNED: tl.constexpr,  # every unit begins with a page
 ):
     """Where the keys of a unit are: an offset for all, and [BLOCK_N] from there; int64."""
-    if WHOLE_PAGES:
-        start = page.to(tl.int64) * stride_b + (start_n % PAGE_SIZE).to(tl.int64) * stride_n
+    start_n, offs_n = at.start_n, at.offs_n
+    if pages.SIZE == 0:
+        return start_n.to(tl.int64) * stride_n, offs_n.to(tl.int64) * stride_n
+    elif pages.UNITS == "inside":
+        start = at.page.to(tl.int64) * stride_b + (start_n % pages.SIZE).to(tl.int64) * stride_n
         return start, offs_n.to(tl.int64) * stride_n
     else:
-        if ALIGNED:
-            within = offs_n % PAGE_SIZE  # the same in every step
-        elif pages[1] is None:
-            within = (start_n + offs_n) % PAGE_SIZE
+        if pages.UNITS == "start":
+            within = offs_n % pages.SIZE  # the same in every step
+        elif pages.first_slot is None:
+            within = (start_n + offs_n) % pages.SIZE
         else:
-            within = (pages[1] + start_n + offs_n) % PAGE_SIZE
-        return start_n.to(tl.int64) * 0, page.to(tl.int64) * stride_b + within.to(
-            tl.int64
-        ) * stride_n
+            within = (pages.first_slot + start_n + offs_n) % pages.SIZE
+        rows = at.page.to(tl.int64) * stride_b + within.to(tl.int64) * stride_n
+        return start_n.to(tl.int64) * 0, rows

@@ -25,7 +25,7 @@ scale, a float) or "".
 import triton
 import triton.language as tl
 
-from flexdecode.kernels.pages import page_rows
+from flexdecode.kernels.pages import key_rows
 from flexdecode.kernels.tiles import dot, load_piece
 
 # -- decoding ----
@@ -348,29 +348,36 @@ def load_words(
 
 
 @triton.jit
-def coefficients_at(
-    coefficients,  # (pointer at this head, strides of sequence or page, key and group), or None
-    page,  # from `find_pages`, or None
-    pages,
-    start_n,
-    offs_n,
+def coefficients_of(
+    ptr,  # [B or 1, Hkv, Lkv, groups]
+    stride_b,
+    stride_h,
+    stride_n,
+    stride_group,
+    head_kv,
+    b,
+    start,  # the sequence's first slot, or None
     PAGE_SIZE: tl.constexpr,
-    WHOLE_PAGES: tl.constexpr,
-    ALIGNED: tl.constexpr,
+):
+    """Where a sequence's coefficients of a head are, or page 0's; and strides b, n and group."""
+    if PAGE_SIZE == 0 and start is not None:
+        ptr += start * stride_n
+    ptr += head_kv * stride_h
+    if PAGE_SIZE == 0:
+        ptr += b * stride_b
+    return ptr, stride_b, stride_n, stride_group
+
+
+@triton.jit
+def coefficients_at(
+    coefficients,  # from `coefficients_of`
+    pages,
+    at,
 ):
     """Where the coefficients of a unit of keys are: a pointer, and [BLOCK_N] from there."""
-    if coefficients is None:
-        return None
-    else:
-        ptr, stride_b, stride_n, stride_group = coefficients
-        if PAGE_SIZE == 0:
-            start = start_n.to(tl.int64) * stride_n
-            rows = offs_n.to(tl.int64) * stride_n
-        else:
-            start, rows = page_rows(
-                page, pages, start_n, offs_n, stride_b, stride_n, PAGE_SIZE, WHOLE_PAGES, ALIGNED
-            )
-        return ptr + start, rows, stride_group
+    ptr, stride_b, stride_n, stride_group = coefficients
+    start, rows = key_rows(pages, at, stride_b, stride_n)
+    return ptr + start, rows, stride_group
 
 
 # -- pieces: which columns a tile of units holds. All of these are worked out by the compiler. ----
@@ -505,6 +512,12 @@ _FOUR_KEYS = tl.constexpr("""
     mov.b32 $0, a;
     }
 """)
+
+
+@triton.constexpr_function
+def suits_float8(FORMAT, COEFFICIENTS):
+    """Whether such values are multiplied as they are where q and k are."""
+    return FORMAT == "e4m3" and COEFFICIENTS != "words"
 
 
 @triton.jit
