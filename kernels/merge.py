@@ -33,11 +33,16 @@ RUN_TIME = (
 
 
 @triton.jit
-def place(row, size_1, size_2, stride_0, stride_1, stride_2):
+def place(
+    row,
+    sizes,  # (parts, rows, size_1, size_2)
+    strides,  # of three axes, and perhaps more
+):
     """Where each row starts, [ROWS] int64, from its number and the strides of three axes."""
-    at = (row // size_2 // size_1).to(tl.int64) * stride_0
-    at += (row // size_2 % size_1).to(tl.int64) * stride_1
-    return at + (row % size_2).to(tl.int64) * stride_2
+    size_1, size_2 = sizes[2], sizes[3]
+    at = (row // size_2 // size_1).to(tl.int64) * strides[0]
+    at += (row // size_2 % size_1).to(tl.int64) * strides[1]
+    return at + (row % size_2).to(tl.int64) * strides[2]
 
 
 # Legend: rows are the elements of all axes but the last, DV its size. `outs` and `lses` are tuples
@@ -45,67 +50,68 @@ def place(row, size_1, size_2, stride_0, stride_1, stride_2):
 # `strides` is empty where all parts have the same strides, else it holds six for each part. Strides
 # of outs count ALIGN elements.
 @triton.jit
-def load_scores(
-    lses,
-    strides,
-    stride_lse_part,
-    at_lse,
-    row,
-    lane,
-    size_1,
-    size_2,
-    first,
-    parts,
-    dtype: tl.constexpr,
-    PARTS: tl.constexpr,
-    STACKED: tl.constexpr,
+def place_rows(
+    pointers,  # (outs, lses, strides)
+    part_strides,  # (stride_out_part, stride_lse_part)
+    out_strides,  # of three axes, where all parts have the same
+    lse_strides,
+    sizes,  # (parts, rows, size_1, size_2)
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    """LSE of PARTS parts from `first` on, a tuple of [ROWS]; -inf past the last part."""
-    scores = ()
-    for n in tl.static_range(PARTS):
-        if STACKED:
-            ptrs = lses[0] + ((first + n) * stride_lse_part.to(tl.int64) + at_lse)
-        elif len(strides) > 0:
-            at = place(row, size_1, size_2, strides[n][3], strides[n][4], strides[n][5])
-            ptrs = lses[n] + at
-        else:
-            ptrs = lses[n] + at_lse
-        score = tl.load(ptrs, mask=lane & (first + n < parts), other=float("-inf"))
-        scores = scores + (score.to(dtype),)  # type: ignore[assignment]  # noqa: RUF005
-    return scores
+    """Return this program's rows, columns and lanes, and with them where its parts are."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    lane = row < sizes[1]
+    row = tl.minimum(row, sizes[1] - 1)
+    offs_d = tl.arange(0, BLOCK_DV)
+    inside = lane[:, None] & (offs_d < DV)[None, :]
+    at_out = place(row, sizes, out_strides)
+    at_lse = place(row, sizes, lse_strides)
+    where = (pointers, part_strides, sizes, (row, offs_d, lane, inside), at_out, at_lse)
+    return row, offs_d, lane, inside, where
 
 
 @triton.jit
-def load_values(
-    outs,
-    strides,
-    stride_out_part,
-    at_out,
-    row,
-    inside,
-    offs_d,
-    size_1,
-    size_2,
+def load_parts(
+    where,  # from `place_rows`
     first,
-    parts,
+    dtype: tl.constexpr,
     ALIGN: tl.constexpr,
     PARTS: tl.constexpr,
     STACKED: tl.constexpr,
 ):
-    """Outputs of PARTS parts from `first` on, a tuple of [ROWS, BLOCK_DV] in their own dtypes."""
+    """LSE and outputs of PARTS parts from `first` on, two tuples; -inf past the last part.
+
+    LSE are [ROWS] of `dtype`, outputs [ROWS, BLOCK_DV] of their own dtypes.
+    """
+    pointers, part_strides, sizes, tile, at_out, at_lse = where
+    outs, lses, strides = pointers
+    row, offs_d, lane, inside = tile
+    parts = sizes[0]
+    scores = ()
+    for n in tl.static_range(PARTS):
+        if STACKED:
+            ptrs = lses[0] + ((first + n) * part_strides[1].to(tl.int64) + at_lse)
+        elif len(strides) > 0:
+            ptrs = lses[n] + place(row, sizes, strides[n][3:])
+        else:
+            ptrs = lses[n] + at_lse
+        score = tl.load(ptrs, mask=lane & (first + n < parts), other=float("-inf"))
+        scores = scores + (score.to(dtype),)  # type: ignore[assignment]  # noqa: RUF005
     values = ()
     for n in tl.static_range(PARTS):
         if STACKED:
-            at = ((first + n) * stride_out_part.to(tl.int64) + at_out) * ALIGN
-            ptrs = outs[0] + (at[:, None] + offs_d[None, :])
+            at = (first + n) * part_strides[0].to(tl.int64) + at_out
+            ptrs = outs[0] + ((at * ALIGN)[:, None] + offs_d[None, :])
         elif len(strides) > 0:
-            at = place(row, size_1, size_2, strides[n][0], strides[n][1], strides[n][2])
+            at = place(row, sizes, strides[n])
             ptrs = outs[n] + ((at * ALIGN)[:, None] + offs_d[None, :])
         else:
             ptrs = outs[n] + ((at_out * ALIGN)[:, None] + offs_d[None, :])
         value = tl.load(ptrs, mask=inside & (first + n < parts), other=0.0)
         values = values + (value,)  # type: ignore[assignment]  # noqa: RUF005
-    return values
+    return scores, values
 
 
 @triton.jit
@@ -166,48 +172,22 @@ def _merge_kernel(
     WIDE: tl.constexpr,
 ):
     dtype: tl.constexpr = tl.float64 if WIDE else tl.float32
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    lane = row < rows
-    row = tl.minimum(row, rows - 1)
-    offs_d = tl.arange(0, BLOCK_DV)
-    inside = lane[:, None] & (offs_d < DV)[None, :]
-    at_out = place(row, size_1, size_2, stride_o0, stride_o1, stride_o2)
-    at_lse = place(row, size_1, size_2, stride_l0, stride_l1, stride_l2)
+    sizes = (parts, rows, size_1, size_2)
+    row, offs_d, lane, inside, where = place_rows(
+        (outs, lses, strides),
+        (stride_out_part, stride_lse_part),
+        (stride_o0, stride_o1, stride_o2),
+        (stride_l0, stride_l1, stride_l2),
+        sizes,
+        DV,
+        BLOCK_DV,
+        ROWS,
+    )
     m = tl.full((ROWS,), float("-inf"), dtype)
     l = tl.zeros((ROWS,), dtype)
     acc = minus_zero(ROWS, BLOCK_DV, dtype)
     for first in tl.range(0, loop_bound(parts), PARTS):
-        scores = load_scores(
-            lses,
-            strides,
-            stride_lse_part,
-            at_lse,
-            row,
-            lane,
-            size_1,
-            size_2,
-            first,
-            parts,
-            dtype,
-            PARTS,
-            STACKED,
-        )
-        values = load_values(
-            outs,
-            strides,
-            stride_out_part,
-            at_out,
-            row,
-            inside,
-            offs_d,
-            size_1,
-            size_2,
-            first,
-            parts,
-            ALIGN,
-            PARTS,
-            STACKED,
-        )
+        scores, values = load_parts(where, first, dtype, ALIGN, PARTS, STACKED)
         m_new = greatest(m, scores, PARTS)
         m_safe = finite_or_zero(m_new)
         alpha = tl.exp(m - m_safe)
@@ -229,9 +209,9 @@ def _merge_kernel(
         m = m_new
     l = tl.where(l == 0.0, 1.0, l)
     out = tl.where(empty[:, None], 0.0, acc * (1.0 / l)[:, None])
-    at = place(row, size_1, size_2, stride_t0, stride_t1, stride_t2) * ALIGN
+    at = place(row, sizes, (stride_t0, stride_t1, stride_t2)) * ALIGN
     tl.store(out_ptr + (at[:, None] + offs_d[None, :]), out, mask=inside)
-    at = place(row, size_1, size_2, stride_s0, stride_s1, stride_s2)
+    at = place(row, sizes, (stride_s0, stride_s1, stride_s2))
     tl.store(lse_ptr + at, m + tl.log(l), mask=lane)
 
 
@@ -272,13 +252,17 @@ def _merge_backward_kernel(
     WIDE: tl.constexpr,
 ):
     dtype: tl.constexpr = tl.float64 if WIDE else tl.float32
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    lane = row < rows
-    row = tl.minimum(row, rows - 1)
-    offs_d = tl.arange(0, BLOCK_DV)
-    inside = lane[:, None] & (offs_d < DV)[None, :]
-    at_out = place(row, size_1, size_2, stride_o0, stride_o1, stride_o2)
-    at_lse = place(row, size_1, size_2, stride_l0, stride_l1, stride_l2)
+    sizes = (parts, rows, size_1, size_2)
+    row, offs_d, lane, inside, where = place_rows(
+        (outs, lses, strides),
+        (stride_out_part, stride_lse_part),
+        (stride_o0, stride_o1, stride_o2),
+        (stride_l0, stride_l1, stride_l2),
+        sizes,
+        DV,
+        BLOCK_DV,
+        ROWS,
+    )
     at = row.to(tl.int64) * DV
     grad = tl.load(grad_out_ptr + (at[:, None] + offs_d[None, :]), mask=inside, other=0.0).to(dtype)
     grad_lse = tl.load(grad_lse_ptr + row).to(dtype)
@@ -286,37 +270,7 @@ def _merge_backward_kernel(
     l = tl.zeros((ROWS,), dtype)
     delta = tl.zeros((ROWS,), dtype)
     for first in tl.range(0, loop_bound(parts), PARTS):
-        scores = load_scores(
-            lses,
-            strides,
-            stride_lse_part,
-            at_lse,
-            row,
-            lane,
-            size_1,
-            size_2,
-            first,
-            parts,
-            dtype,
-            PARTS,
-            STACKED,
-        )
-        values = load_values(
-            outs,
-            strides,
-            stride_out_part,
-            at_out,
-            row,
-            inside,
-            offs_d,
-            size_1,
-            size_2,
-            first,
-            parts,
-            ALIGN,
-            PARTS,
-            STACKED,
-        )
+        scores, values = load_parts(where, first, dtype, ALIGN, PARTS, STACKED)
         m_new = greatest(m, scores, PARTS)
         m_safe = finite_or_zero(m_new)
         alpha = tl.exp(m - m_safe)
@@ -342,37 +296,7 @@ def _merge_backward_kernel(
         weight = tl.exp(sink - m_safe) * scale
         tl.store(grad_sinks_ptr + row, weight * (grad_lse - delta), mask=lane)
     for first in tl.range(0, loop_bound(parts), PARTS):
-        scores = load_scores(
-            lses,
-            strides,
-            stride_lse_part,
-            at_lse,
-            row,
-            lane,
-            size_1,
-            size_2,
-            first,
-            parts,
-            dtype,
-            PARTS,
-            STACKED,
-        )
-        values = load_values(
-            outs,
-            strides,
-            stride_out_part,
-            at_out,
-            row,
-            inside,
-            offs_d,
-            size_1,
-            size_2,
-            first,
-            parts,
-            ALIGN,
-            PARTS,
-            STACKED,
-        )
+        scores, values = load_parts(where, first, dtype, ALIGN, PARTS, STACKED)
         for n in tl.static_range(PARTS):
             empty = scores[n] == float("-inf")
             weight = tl.exp(scores[n] - m_safe) * scale
