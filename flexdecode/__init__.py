@@ -2,7 +2,7 @@
 
 from flexdecode.api import AuxOutput, AuxRequest, attention
 from flexdecode.appending import append_kv
-from flexdecode.block_mask import BlockMask, create_block_mask
+from flexdecode.block_mask import BlockMask
 from flexdecode.cascade import (
     CascadeExplanation,
     SharedPrefix,
@@ -12,6 +12,7 @@ from flexdecode.cascade import (
 from flexdecode.codegen import show_code
 from flexdecode.compilation import compile_count
 from flexdecode.explanation import Explanation, explain
+from flexdecode.mask_creation import create_block_mask
 from flexdecode.merging import merge_attentions, merge_attentions_
 from flexdecode.mods import and_masks, mask_mod, not_mask, or_masks
 from flexdecode.quantization import QuantizedTensor, dequantize, quantize

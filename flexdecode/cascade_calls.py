@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flexdecode.block_mask import BlockMask, create_block_mask
+from flexdecode.block_mask import BlockMask
 from flexdecode.cascade_packing import (
     Packing,
     at_sequence,
@@ -18,6 +18,7 @@ from flexdecode.cascade_packing import (
     packed_mask,
     packed_score,
 )
+from flexdecode.mask_creation import create_block_mask
 
 if TYPE_CHECKING:
     from flexdecode.mods import ScoreMod

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexdecode import block_mask as _block_mask
+from flexdecode import mask_creation
 from flexdecode.api import AuxOutput, AuxRequest, attention
 from flexdecode.block_mask import BlockMask
 from flexdecode.mods import ScoreMod, and_masks, mask_mod, or_masks
@@ -76,7 +76,7 @@ def create_block_mask(
     ValueError, TypeError
         As `flexdecode.create_block_mask`.
     """
-    return _block_mask.create_block_mask(
+    return mask_creation.create_block_mask(
         mask_mod, B, H, Q_LEN, KV_LEN, device=device, BLOCK_SIZE=BLOCK_SIZE, q_offset=0
     )
 

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexdecode.block_mask import BlockMask, create_block_mask
+from flexdecode.block_mask import BlockMask
 from flexdecode.compiled import Inseparable, Parts
 from flexdecode.mask_arguments import cdiv
+from flexdecode.mask_creation import create_block_mask
 from flexdecode.tables import Tables
 
 __all__ = ["create_mask_in_graph"]

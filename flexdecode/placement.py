@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexdecode import checks
-from flexdecode.block_mask import BlockMask, create_block_mask
+from flexdecode.block_mask import BlockMask
 from flexdecode.exchange import rank_of
+from flexdecode.mask_creation import create_block_mask
 
 if TYPE_CHECKING:
     from flexdecode.mods import ScoreMod

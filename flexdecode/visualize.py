@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from flexdecode.api import attention
-from flexdecode.block_mask import BlockMask, create_block_mask
+from flexdecode.block_mask import BlockMask
 from flexdecode.drawing import axes, bare, color_map, figure, patches
+from flexdecode.mask_creation import create_block_mask
 from flexdecode.tables import EMPTY, FULL, PARTIAL, table_states
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from torch.nn.attention import flex_attention as torch_flex
 sys.path.insert(0, str(Path(__file__).parent))
 from mask_oracle import dense_mask
 
+from flexdecode import BlockMask, create_block_mask
 from flexdecode.api import attention
-from flexdecode.block_mask import BlockMask, create_block_mask
 from flexdecode.evaluate import evaluate
 from flexdecode.mask_resolution import ResolvedMask
 from flexdecode.mods import mask_mod

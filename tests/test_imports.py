@@ -18,8 +18,8 @@ FOLDERS = {"flexdecode": "flexdecode", "kernels": "flexdecode.kernels", "masks":
 # Down only. Names stand without "flexdecode."; a name allows its submodules too. The package
 # itself, with the public names, is "flexdecode".
 MAY_IMPORT = {
-    "flexdecode": "api appending block_mask cascade codegen compilation explanation merging mods "
-    "quantization",
+    "flexdecode": "api appending block_mask cascade codegen compilation explanation mask_creation "
+    "merging mods quantization",
     "__main__": "flexdecode backends bench console demo rule_text tuning visualize",
     "api": "backends block_mask capture_checks checks compiled mask_arguments mods ops packed plan "
     "problem quantization repeats trace",
@@ -34,26 +34,27 @@ MAY_IMPORT = {
     "bench": "flexdecode console",
     "block_codes": "tables",
     "block_counts": "tables",
-    "block_mask": "block_counts block_predicates bound_mask compiled_masks explanation "
-    "mask_algebra mask_arguments mask_resolution mods packed problem tables trace visualize",
+    "block_mask": "block_counts block_predicates bound_mask explanation "
+    "mask_algebra mask_arguments mask_pictures mask_resolution mods packed problem tables trace "
+    "visualize",
     "block_predicates": "tables",
     "block_states": "evaluate intervals packed problem trace",
     "bound_mask": "block_mask checks compiled mask_arguments mask_resolution packed tables trace",
     "caches": "problem quantization",
     "capture_checks": "evaluate graph packed problem tables trace",
     "cascade": "api block_mask cascade_calls checks explanation merging mods",
-    "cascade_calls": "block_mask cascade_packing mods",
+    "cascade_calls": "block_mask cascade_packing mask_creation mods",
     "cascade_packing": "",
     "checks": "quantization",
     "choices": "kernels.configs",
     "closures": "mods operations",
     "codegen": "graph kernels mods trace",
-    "compat": "api block_mask checks merging mods",
+    "compat": "api block_mask checks mask_creation merging mods",
     "compilation": "",
     "compiled": "api appending block_mask bound_mask checks closures graph_text mods packed "
     "quantization tables trace",
     "console": "",
-    "compiled_masks": "block_mask compiled mask_arguments tables",
+    "compiled_masks": "block_mask compiled mask_arguments mask_creation tables",
     "demo": "flexdecode console tables visualize",
     "device_tables": "codegen interval_codegen kernels tables",
     "distributed": "api block_mask bound_mask checks exchange merging mods placement quantization",
@@ -65,7 +66,7 @@ MAY_IMPORT = {
     "graph": "",
     "graph_text": "graph",
     "integrations": "",
-    "integrations.transformers": "api block_mask checks merging mods",
+    "integrations.transformers": "api block_mask checks mask_creation merging mods",
     "interval_codegen": "codegen graph interval_numbers interval_rules interval_text trace",
     "interval_numbers": "interval_rules interval_text",
     "interval_rules": "graph",
@@ -74,6 +75,8 @@ MAY_IMPORT = {
     "kernels": "kernels",
     "mask_algebra": "block_predicates mask_arguments",
     "mask_arguments": "checks trace",
+    "mask_creation": "block_mask block_predicates compiled_masks mask_arguments trace",
+    "mask_pictures": "mask_arguments",
     "mask_resolution": "mask_arguments tables trace",
     "masks": "masks mods",
     "merging": "kernels",
@@ -81,7 +84,7 @@ MAY_IMPORT = {
     "operations": "graph proxies",
     "ops": "api appending assembly backends mask_arguments quantization tables trace",
     "packed": "block_mask kernels problem quantization tables",
-    "placement": "block_mask checks exchange mods quantization",
+    "placement": "block_mask checks exchange mask_creation mods quantization",
     "plan": "choices kernels.call kernels.configs problem quantization",
     "problem": "block_mask packed quantization trace",
     "proxies": "graph operations",
@@ -95,7 +98,7 @@ MAY_IMPORT = {
     "trace": "closures graph mods operations proxies",
     "tuning": "api backends checks choices kernels.configs plan problem quantization",
     "undecided": "block_states graph intervals trace",
-    "visualize": "api block_mask drawing explanation mods tables",
+    "visualize": "api block_mask drawing explanation mask_creation mods tables",
 }
 
 

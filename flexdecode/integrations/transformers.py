@@ -29,7 +29,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 
 from flexdecode.api import attention
-from flexdecode.block_mask import BlockMask, create_block_mask
+from flexdecode.block_mask import BlockMask
+from flexdecode.mask_creation import create_block_mask
 from flexdecode.mods import ScoreMod, and_masks
 
 __all__ = ["ModelMask", "attention_forward", "create_mask", "register", "restrict"]
