@@ -61,8 +61,8 @@ MAY_IMPORT = {
     "drawing": "",
     "evaluate": "graph operations proxies trace",
     "exchange": "quantization",
-    "explanation": "api block_counts block_mask kernels.call kernels.configs kernels.layout mods "
-    "plan problem quantization tables undecided",
+    "explanation": "api block_counts block_mask kernels.configs mods plan problem tables undecided "
+    "workload",
     "graph": "",
     "graph_text": "graph",
     "integrations": "",
@@ -98,6 +98,8 @@ MAY_IMPORT = {
     "trace": "closures graph mods operations proxies",
     "tuning": "api backends checks choices kernels.configs plan problem quantization",
     "undecided": "block_states graph intervals trace",
+    "workload": "block_counts kernels.call kernels.configs kernels.layout plan problem quantization "
+    "tables",
     "visualize": "api block_mask drawing explanation mask_creation mods tables",
 }
 
