@@ -7,7 +7,6 @@ time.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,19 +16,27 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from flexdecode.block_elements import (
+    EMPTY,
+    FULL,
+    PARTIAL,
+    Span,
+    axis,
+    evaluated_states,
+    parts,
+    reduced_states,
+)
 from flexdecode.evaluate import evaluate
+from flexdecode.extent import Extent
 from flexdecode.intervals import BlockAnalysis, Boxes
-from flexdecode.problem import clamped_lengths
 
 if TYPE_CHECKING:
-    from flexdecode.packed import PackedQueries, Run
     from flexdecode.trace import Traced
 
 __all__ = [
     "EMPTY",
     "FULL",
     "PARTIAL",
-    "Extent",
     "Strip",
     "block_states",
     "block_strips",
@@ -37,10 +44,8 @@ __all__ = [
     "undecided_boxes",
 ]
 
-EMPTY, PARTIAL, FULL = 0, 1, 2  # values of a block state
 _UNKNOWN = 3  # undecided, inside this module only
 
-WORK_ELEMENTS = 1 << 22  # most elements evaluated at a time
 _FEW_ELEMENTS = 1 << 17  # evaluating so many outright takes less time than intervals,
 _FEW_A_CAPTURED = 16  # or so many for each captured number, which intervals have to summarise
 _CHUNK = 1 << 20  # elements of the blocks evaluated at a time
@@ -48,121 +53,6 @@ _BOXES = 1 << 16  # boxes evaluated at a time
 _FIRST_SQUARES = 1 << 12  # the search starts with about that many
 _STRIP_BLOCKS = 1 << 20  # blocks of a strip
 _STEP = 4  # and divides a square into so many rows and columns
-_WORD = 0x0101010101010101  # eight True bytes read as one int64
-
-
-@dataclass(frozen=True, eq=False)
-class Extent:
-    """What tables are built for: sizes, lengths and positions of one call.
-
-    Attributes
-    ----------
-    B, H : int
-        Batch and query heads.
-    Lq, Lkv : int
-        Query rows, and capacity of the keys.
-    kv_len : int or Tensor [B], int32 or int64
-        Valid keys; tensor values are clamped to ``[0, Lkv - kv_start]``.
-    q_offset : int, Tensor [B] of int32 or int64, or None
-        Position of the first query row; None stands for ``kv_len - Lq``.
-    BLOCK_SIZE : (int, int)
-        Queries and keys of a block.
-    device : torch.device
-    kv_start : Tensor [B], int32 or int64, or None
-        First slot of each sequence.
-    packed : PackedQueries or None
-        Rows of blocks are its tiles then, in tables of batch 1; `B` counts sequences.
-    first_b : int
-        What the mask sees as ``b`` of the first sequence.
-    """
-
-    B: int
-    H: int
-    Lq: int
-    Lkv: int
-    kv_len: int | Tensor
-    q_offset: int | Tensor | None
-    BLOCK_SIZE: tuple[int, int]
-    device: torch.device
-    kv_start: Tensor | None = None
-    packed: PackedQueries | None = None
-    first_b: int = 0
-
-    def num_blocks(self) -> tuple[int, int]:
-        """Rows and columns of blocks."""
-        columns = -(-self.Lkv // self.BLOCK_SIZE[1])
-        if self.packed is not None:
-            return self.packed.num_tiles, columns
-        return -(-self.Lq // self.BLOCK_SIZE[0]), columns
-
-    def table_batch(self) -> int:
-        """First size of the tables."""
-        return self.B if self.packed is None else 1
-
-    def entries(self) -> int:
-        """Blocks in all."""
-        nQ, nKV = self.num_blocks()
-        return self.table_batch() * self.H * nQ * nKV
-
-    def cut(self, run: Run) -> Extent:
-        """Extent of one run of packed queries."""
-
-        def some(x: int | Tensor | None) -> int | Tensor | None:
-            return x[run.sequences] if isinstance(x, Tensor) and x.dim() else x
-
-        kv_len, start = some(self.kv_len), some(self.kv_start)
-        assert kv_len is not None and not isinstance(start, int)
-        return replace(
-            self,
-            B=run.count,
-            Lq=run.q_len,
-            kv_len=kv_len,
-            q_offset=some(self.q_offset),
-            kv_start=start,
-            packed=None,
-            first_b=self.first_b + run.first,
-        )
-
-    def for_mask(self, mask: Traced) -> Extent:
-        """Return it with B and H of 1 where neither `mask` nor the lengths need them."""
-        kv_len, q_offset = self.kv_len, self.q_offset
-        if isinstance(kv_len, Tensor):
-            kv_len = clamped_lengths(kv_len, self.kv_start, self.Lkv)
-        if q_offset is None:
-            q_offset = kv_len - self.Lq
-        elif isinstance(q_offset, Tensor):
-            q_offset = q_offset.to(torch.int64)
-        return replace(self, kv_len=kv_len, q_offset=q_offset).for_kernels(mask)
-
-    def for_kernels(self, mask: Traced) -> Extent:
-        """`for_mask` without computing anything: kernels clamp lengths and derive positions."""
-        uses = mask.graph.uses
-        found = self._reduced.get(uses)
-        if found is None:
-            found = self._reduced[uses] = self._for_uses(uses)
-        return found
-
-    @functools.cached_property
-    def _reduced(self) -> dict[frozenset[str], Extent]:
-        return {}
-
-    def _for_uses(self, uses: frozenset[str]) -> Extent:
-        kv_len, q_offset = self.kv_len, self.q_offset
-        if isinstance(kv_len, Tensor):
-            kv_len = kv_len.expand(self.B)
-        if "q_idx" not in uses:
-            q_offset = 0
-        elif isinstance(q_offset, Tensor):
-            q_offset = q_offset.expand(self.B)
-        by_batch = "b" in uses or isinstance(kv_len, Tensor) or isinstance(q_offset, Tensor)
-        return replace(
-            self,
-            B=self.B if by_batch or self.packed is not None else 1,
-            H=self.H if "h" in uses else 1,
-            kv_len=kv_len,
-            q_offset=q_offset,
-            kv_start=self.kv_start if isinstance(kv_len, Tensor) else None,
-        )
 
 
 def block_states(mask: Traced, extent: Extent) -> Tensor:
@@ -180,7 +70,7 @@ def block_states(mask: Traced, extent: Extent) -> Tensor:
     """
     reduced = extent.for_mask(mask)
     if _is_small(mask, reduced) or _cell(reduced) > _CHUNK:
-        return _evaluated_states(mask, reduced)
+        return evaluated_states(mask, reduced)
     strip = _classified_strip(mask, reduced, BlockAnalysis(mask, extent.device))
     missing = reduced.num_blocks()[1] - strip.states.shape[3] - strip.first_column
     return pad(strip.states, (strip.first_column, missing))
@@ -228,7 +118,7 @@ def block_strips(mask: Traced, extent: Extent) -> Iterator[Strip]:
         length = min(rows * reduced.BLOCK_SIZE[0], reduced.Lq - row)
         part = replace(reduced, Lq=length, q_offset=reduced.q_offset + row)
         if _cell(part) > _CHUNK:
-            yield Strip(_evaluated_states(mask, part), first, 0)
+            yield Strip(evaluated_states(mask, part), first, 0)
         else:
             strip = _classified_strip(mask, part, analysis)
             yield replace(strip, first_row=first)
@@ -334,7 +224,7 @@ def _cropped(squares: _Squares, states: Tensor) -> tuple[_Squares, Tensor]:
 def _undecided(states: Tensor, most: int) -> list[Tensor]:
     """Numbers of the unknown ones among [N] states, at most `most` at a time."""
     numbers = (states == _UNKNOWN).nonzero().view(-1)
-    return [numbers[part] for part in _parts(len(numbers), most)]
+    return [numbers[part] for part in parts(len(numbers), most)]
 
 
 def _cell(extent: Extent) -> int:
@@ -354,7 +244,7 @@ def undecided_boxes(analysis: BlockAnalysis, extent: Extent) -> Iterator[tuple[i
     """
     reduced = extent.for_mask(analysis.mask)
     squares = _Squares.all(reduced, 1)
-    for part in _parts(math.prod(squares.shape), _BOXES):
+    for part in parts(math.prod(squares.shape), _BOXES):
         numbers = torch.arange(part.start, part.stop, device=reduced.device)
         place = squares.place(numbers)
         numbers = numbers[place.key < place.kv_len]
@@ -402,8 +292,8 @@ def _by_elements(mask: Traced, squares: _Squares, numbers: Tensor) -> Tensor:
         for block, length in zip(extent.BLOCK_SIZE, (extent.Lq, extent.Lkv), strict=True)
     )
     # Rows past the last and keys past the length repeat the last one: that changes no state.
-    row = place.row.view(-1, 1, 1, 1) + _axis(slice(0, rows), 2, extent.device)
-    key = place.key.view(-1, 1, 1, 1) + _axis(slice(0, columns), 3, extent.device)
+    row = place.row.view(-1, 1, 1, 1) + axis(slice(0, rows), 2, extent.device)
+    key = place.key.view(-1, 1, 1, 1) + axis(slice(0, columns), 3, extent.device)
     length, offset = place.kv_len, place.q_offset
     if isinstance(length, Tensor):
         length = length.view(-1, 1, 1, 1)
@@ -417,135 +307,7 @@ def _by_elements(mask: Traced, squares: _Squares, numbers: Tensor) -> Tensor:
         row.clamp(max=extent.Lq - 1) + offset,
         key,
     )
-    state = _reduced(allowed, _Span(0, rows, 0, 1), _Span(0, columns, 0, 1))
+    state = reduced_states(allowed, Span(0, rows, 0, 1), Span(0, columns, 0, 1))
     state = state.reshape(-1).expand(len(numbers))
     crossing = place.key + extent.BLOCK_SIZE[1] > place.kv_len
     return torch.where(crossing, state.clamp(max=PARTIAL), state)
-
-
-@dataclass(frozen=True)
-class _Span:
-    """Elements ``start .. stop`` of an axis: `blocks` blocks, or a part of one, from `block` on."""
-
-    start: int
-    stop: int
-    block: int
-    blocks: int
-
-    @property
-    def blocks_slice(self) -> slice:
-        return slice(self.block, self.block + self.blocks)
-
-
-def _spans(length: int, block: int, most: int) -> list[_Span]:
-    """Cut an axis into groups of whole blocks; into parts of blocks where one exceeds `most`."""
-    spans = []
-    start = 0
-    while start < length:
-        first = start // block
-        count = min(most, length - start) // block
-        if start % block == 0 and count:
-            stop = start + count * block
-        else:
-            count = 1
-            stop = min(start + most, length, (first + 1) * block)
-        spans.append(_Span(start, stop, first, count))
-        start = stop
-    return spans
-
-
-def _evaluated_states(mask: Traced, extent: Extent) -> Tensor:
-    """Block states by evaluating every element, one bounded chunk at a time."""
-    block_q, block_kv = extent.BLOCK_SIZE
-    Bt, Ht, Lq, kv_len, device = extent.B, extent.H, extent.Lq, extent.kv_len, extent.device
-    states = torch.zeros((Bt, Ht, *extent.num_blocks()), dtype=torch.uint8, device=device)
-    if isinstance(kv_len, int):
-        end = kv_len
-    elif kv_len.device.type == "cpu" and kv_len.numel():
-        end = int(kv_len.max())  # free to read on the host; elsewhere the capacity stands in
-    else:
-        end = extent.Lkv
-    if states.numel() == 0 or end == 0:
-        return states
-
-    # The last block of several is evaluated whole, its positions kept inside the keys.
-    lone = end <= block_kv
-    kv_stop = end if lone else -(-end // block_kv) * block_kv
-    cell_q, cell_kv = min(block_q, Lq), min(block_kv, kv_stop)
-    kv_most = min(max(WORK_ELEMENTS // cell_q, min(cell_kv, 1024)), kv_stop)
-    q_most = min(max(WORK_ELEMENTS // kv_most, 1), Lq)
-    h_most = min(max(WORK_ELEMENTS // (kv_most * q_most), 1), Ht)
-    b_most = max(WORK_ELEMENTS // (kv_most * q_most * h_most), 1)
-    bounded = isinstance(kv_len, Tensor) or kv_stop != end
-    assert extent.q_offset is not None
-
-    for b_part in _parts(Bt, b_most):
-        b = extent.first_b + (_axis(b_part, 0, device) if "b" in mask.graph.uses else 0)
-        length, offset = _rows(kv_len, b_part), _rows(extent.q_offset, b_part)
-        for h_part in _parts(Ht, h_most):
-            h = _axis(h_part, 1, device) if "h" in mask.graph.uses else 0
-            for kv in _spans(kv_stop, block_kv, kv_most):
-                kv_idx = _axis(slice(kv.start, kv.stop), 3, device)
-                inside = kv_idx < length if bounded else None
-                if kv.stop > extent.Lkv:
-                    kv_idx = kv_idx.clamp(max=extent.Lkv - 1)
-                for q in _spans(Lq, block_q, q_most):
-                    q_idx = _axis(slice(q.start, q.stop), 2, device) + offset
-                    allowed = evaluate(mask, b, h, q_idx, kv_idx)
-                    if inside is not None:
-                        allowed = allowed & inside
-                    piece = _reduced(allowed, q, kv)
-                    if lone and end < block_kv:
-                        piece.clamp_(max=PARTIAL)  # the block crosses the end of the keys
-                    part = states[b_part, h_part, q.blocks_slice, kv.blocks_slice]
-                    if q.start % block_q or kv.start % block_kv:
-                        piece = torch.where(part == piece, part, PARTIAL)
-                    part.copy_(piece)
-    return states
-
-
-def _parts(size: int, most: int) -> list[slice]:
-    return [slice(start, min(start + most, size)) for start in range(0, size, most)]
-
-
-def _axis(part: slice, dim: int, device: torch.device) -> Tensor:
-    """Indices of `part` along one of four dims."""
-    shape = [1, 1, 1, 1]
-    shape[dim] = -1
-    return torch.arange(part.start, part.stop, device=device).view(shape)
-
-
-def _rows(value: int | Tensor, part: slice) -> int | Tensor:
-    return value[part].view(-1, 1, 1, 1) if isinstance(value, Tensor) else value
-
-
-def _reduced(allowed: Tensor, q: _Span, kv: _Span) -> Tensor:
-    """State of each block of a chunk.
-
-    Parameters
-    ----------
-    allowed : Tensor, broadcasts to [b, h, q, kv], bool
-    q, kv : _Span
-
-    Returns
-    -------
-    Tensor, broadcasts to [b, h, q.blocks, kv.blocks], uint8, owned
-    """
-    while allowed.dim() < 4:
-        allowed = allowed[None]
-    # Booleans are compared as bytes, or eight at a time: torch.any is fifty times slower on a CPU.
-    some = every = allowed.view(torch.uint8)
-    if allowed.shape[3] > 1:
-        size = (kv.stop - kv.start) // kv.blocks
-        if size % 8 == 0 and size <= 2040 and some.storage_offset() % 8 == 0:
-            words = some.contiguous().view(torch.int64)
-            total = words.view(*words.shape[:3], kv.blocks, -1).sum(-1)  # bytes never carry
-            some, every = total.ne(0).view(torch.uint8), total.eq(_WORD * (size // 8))
-            every = every.view(torch.uint8)
-        else:
-            by_block = some.reshape(*some.shape[:3], kv.blocks, size)
-            some, every = by_block.amax(-1), by_block.amin(-1)
-    if allowed.shape[2] > 1:
-        shape = (*some.shape[:2], q.blocks, -1, some.shape[3])
-        some, every = some.reshape(shape).amax(3), every.reshape(shape).amin(3)
-    return some + every

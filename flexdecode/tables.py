@@ -19,7 +19,6 @@ from flexdecode.block_states import (
     EMPTY,
     FULL,
     PARTIAL,
-    Extent,
     Strip,
     block_states,
     block_strips,
@@ -30,6 +29,7 @@ from flexdecode.device_tables import (
     build_device_tables,
     update_device_tables,
 )
+from flexdecode.extent import Extent
 
 if TYPE_CHECKING:
     from flexdecode.trace import Traced

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexdecode.block_states import Extent, undecided_boxes
+from flexdecode.block_states import undecided_boxes
+from flexdecode.extent import Extent
 from flexdecode.graph import INFIX, Node, _text, walk
 from flexdecode.intervals import BlockAnalysis, Truth
 from flexdecode.trace import Traced

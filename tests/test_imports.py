@@ -38,7 +38,8 @@ MAY_IMPORT = {
     "mask_algebra mask_arguments mask_pictures mask_resolution mods packed problem tables trace "
     "visualize",
     "block_predicates": "tables",
-    "block_states": "evaluate intervals packed problem trace",
+    "block_elements": "evaluate extent trace",
+    "block_states": "block_elements evaluate extent intervals packed trace",
     "bound_mask": "block_mask checks compiled mask_arguments mask_resolution packed tables trace",
     "caches": "problem quantization",
     "capture_checks": "evaluate graph packed problem tables trace",
@@ -61,6 +62,7 @@ MAY_IMPORT = {
     "drawing": "",
     "evaluate": "graph operations proxies trace",
     "exchange": "quantization",
+    "extent": "packed problem trace",
     "explanation": "api block_counts block_mask kernels.configs mods plan problem tables undecided "
     "workload",
     "graph": "",
@@ -94,13 +96,13 @@ MAY_IMPORT = {
     "rule_text": "masks",
     "rows": "caches evaluate softmax",
     "softmax": "",
-    "tables": "block_states device_tables trace",
+    "tables": "block_states device_tables extent trace",
     "trace": "closures graph mods operations proxies",
     "tuning": "api backends checks choices kernels.configs plan problem quantization",
-    "undecided": "block_states graph intervals trace",
+    "undecided": "block_states extent graph intervals trace",
+    "visualize": "api block_mask drawing explanation mask_creation mods tables",
     "workload": "block_counts kernels.call kernels.configs kernels.layout plan problem quantization "
     "tables",
-    "visualize": "api block_mask drawing explanation mask_creation mods tables",
 }
 
 

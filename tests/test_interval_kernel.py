@@ -21,9 +21,9 @@ import test_intervals as cases
 from mask_oracle import dense_states
 
 from flexdecode import device_tables
-from flexdecode.block_states import Extent
 from flexdecode.codegen import lower
 from flexdecode.evaluate import evaluate
+from flexdecode.extent import Extent
 from flexdecode.interval_codegen import lower_intervals, print_intervals
 from flexdecode.packed import PackedQueries
 from flexdecode.tables import build_tables, table_states

@@ -18,8 +18,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from mask_oracle import dense_states
 
 from flexdecode import block_states as states_module
-from flexdecode.block_states import PARTIAL, Extent, block_states, block_strips
+from flexdecode.block_elements import evaluated_states
+from flexdecode.block_states import PARTIAL, block_states, block_strips
 from flexdecode.evaluate import evaluate
+from flexdecode.extent import Extent
 from flexdecode.intervals import BlockAnalysis, Boxes, Range, Truth
 from flexdecode.range_tables import RangeTable
 from flexdecode.tables import build_tables, table_states
@@ -49,7 +51,7 @@ def search_from_the_top(monkeypatch):
 
 
 def by_elements(mask, what: Extent) -> Tensor:
-    return states_module._evaluated_states(mask, what.for_mask(mask))
+    return evaluated_states(mask, what.for_mask(mask))
 
 
 def undecided(monkeypatch, rule, what: Extent) -> int:

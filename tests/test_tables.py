@@ -14,7 +14,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent))
 from mask_oracle import dense_states
 
-from flexdecode import block_states as states_module
+from flexdecode import block_elements
 from flexdecode.device_tables import unite_heads
 from flexdecode.tables import (
     Extent,
@@ -242,7 +242,7 @@ def test_chunks_of_any_size_give_the_same_tables(monkeypatch, work):
     masks = [window, strided, windows_by_head, lengths_by_batch]
     whole = [states_of(mask, extent(50, 110, (16, 24), B=3, H=4)) for mask in masks]
     lone = states_of(causal, extent(50, 110, (1 << 20, 1 << 20)))
-    monkeypatch.setattr(states_module, "WORK_ELEMENTS", work)
+    monkeypatch.setattr(block_elements, "WORK_ELEMENTS", work)
     seen = []
 
     def watched(mask, b, h, q_idx, kv_idx):
@@ -250,8 +250,8 @@ def test_chunks_of_any_size_give_the_same_tables(monkeypatch, work):
         seen.append(result.numel())
         return result
 
-    evaluate = states_module.evaluate
-    monkeypatch.setattr(states_module, "evaluate", watched)
+    evaluate = block_elements.evaluate
+    monkeypatch.setattr(block_elements, "evaluate", watched)
     for mask, expected in zip(masks, whole, strict=True):
         assert torch.equal(states_of(mask, extent(50, 110, (16, 24), B=3, H=4)), expected)
     assert torch.equal(states_of(causal, extent(50, 110, (1 << 20, 1 << 20))), lone)
