@@ -17,13 +17,13 @@ from unittest import mock
 
 import torch
 import triton
-from aot_variants import TARGETS, Variant, as_if_on, causal_mask, make_call
 from triton import knobs
 from triton.runtime import driver
 
 from flexdecode.kernels import compiling, launch
 from flexdecode.kernels.call import Mod
 from flexdecode.kernels.launch import decode
+from tests.aot_variants import TARGETS, Variant, as_if_on, causal_mask, make_call
 
 TARGET, DEVICE = TARGETS["cuda:90"]
 CALL = Variant(block=(128, 128), mask="causal", dims=(64, 64))
