@@ -66,6 +66,23 @@ def masks() -> dict:
         "casts": lambda b, h, q, k: (k.bool() | (q.float() > 3)).to(torch.int64) == 1,
         "size": lambda b, h, q, k: k < doc.shape[0] - flags.size(1) + 12,
         "sign": lambda b, h, q, k: torch.sign(q - k) + 1 == 1,
+        "sums_of_booleans": lambda b, h, q, k: (
+            (flags[b, k] + (q > k)) & torch.maximum(flags[0, q], (k > 2) * flags[1, k])
+        ),
+        "shifted_booleans": lambda b, h, q, k: ((q >= k) << 1) > (flags[b, k] << (k % 3)),
+        "array_signs": lambda b, h, q, k: ((-doc)[k] <= -1) & (~flags)[b, q] | (doc.abs()[k] == 2),
+        "array_choices": lambda b, h, q, k: torch.where(flags[0], doc, doc32)[k] > doc[q] - 2,
+        "array_shapes": lambda b, h, q, k: (
+            flags.t()[k, b] ^ flags.transpose(0, 1)[q, b] ^ flags.permute((1, 0))[k, h]
+        ),
+        "array_ones": lambda b, h, q, k: (
+            (doc.unsqueeze(0)[0, k] > doc[:, None].squeeze(1)[q]) | (k < length.squeeze())
+        ),
+        "like_another": lambda b, h, q, k: (k * 300).to(small) > q.type(torch.int16),
+        "rounded_integers": lambda b, h, q, k: torch.floor(q) + torch.round(k) > torch.trunc(q) * 2,
+        "division_rounded": lambda b, h, q, k: (
+            torch.div(q - k, 4, rounding_mode="floor") < torch.div(q, 8)
+        ),
     }
 
 
@@ -96,6 +113,7 @@ def scores() -> dict:
         "powers_of_numbers": lambda s, b, h, q, k: s.abs() ** (cap / 7) + (cap / 2) ** s,
         "division": lambda s, b, h, q, k: (s * 10) // 3.0 + (s * 10) % 3.0 + 1 / (k + 1),
         "where": lambda s, b, h, q, k: torch.where(q >= k, s, -math.inf),
+        "new_numbers": lambda s, b, h, q, k: s * s.new_full((), 2) + s.new_tensor(0.5) + (q > k),
         "constants": lambda s, b, h, q, k: s + torch.where(q >= k, 1.0, 2.0),
         "max_min": lambda s, b, h, q, k: torch.maximum(s, torch.minimum(s * 2, s.new_zeros(()))),
         "double": lambda s, b, h, q, k: s + double[k],
