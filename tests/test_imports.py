@@ -101,8 +101,8 @@ MAY_IMPORT = {
     "tuning": "api backends checks choices kernels.configs plan problem quantization",
     "undecided": "block_states extent graph intervals trace",
     "visualize": "api block_mask drawing explanation mask_creation mods tables",
-    "workload": "block_counts kernels.call kernels.configs kernels.layout plan problem quantization "
-    "tables",
+    "workload": "block_counts kernels.call kernels.configs kernels.layout plan problem "
+    "quantization tables",
 }
 
 
