@@ -12,6 +12,7 @@ from torch import Tensor
 from flexdecode import choices
 from flexdecode.kernels import configs
 from flexdecode.kernels.call import is_within
+from flexdecode.kernels.layout import fair_items
 from flexdecode.quantization import QuantizedTensor, row_bytes
 
 if TYPE_CHECKING:
@@ -302,9 +303,7 @@ def balanced_items(units: Tensor, inner: int, processors: int) -> Tensor:
     total, longest, busy = int(units.sum()), int(units.max()), int((units > 0).sum())
     slots = max(processors // inner, 1)
     waves = configs.ceil_div(busy, slots)
-    wanted = slots * configs.OVERSUBSCRIBE
-    wanted -= len(units) if len(units) * 4 <= wanted else 0
-    share = max(configs.ceil_div(total, wanted), configs.MIN_UNITS)
+    share = max(configs.ceil_div(total, fair_items(len(units), slots)), configs.MIN_UNITS)
     if waves * longest * 8 <= configs.ceil_div(total, slots) * 9:
         share = max(longest, 1)
     return (-(-units // share)).clamp(min=1)

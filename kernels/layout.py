@@ -52,16 +52,23 @@ class Layout:
         rows = B * heads * nQ
         items = rows * config.num_splits
         if config.plan_rows:
-            # Each row's last item may be short. Where rows are few the shares grow a little for
-            # it, so that no program has to wait for a place.
-            items = max(config.processors // inner, 1) * OVERSUBSCRIBE
-            items += 0 if rows * 4 <= items else rows
+            items = fair_items(rows, max(config.processors // inner, 1)) + rows
         return cls(rows, heads, nQ, inner, items, config.TG * config.TQ)
 
     @property
     def programs(self) -> int:
         """Programs of the launch."""
         return self.items * self.inner
+
+
+def fair_items(rows: int, slots: int) -> int:
+    """Return the items that a balanced launch cuts all work into, as `plan_items` does.
+
+    Each of the `rows` may have one more, a short last one. Where rows are few beside the `slots` of
+    the device the shares grow a little for those, so that no program has to wait for a place.
+    """
+    items = slots * OVERSUBSCRIBE
+    return items - rows if rows * 4 <= items else items
 
 
 def kernel_block_size(

@@ -62,7 +62,7 @@ def plan_items(
     longest = tl.max(units, 0)
     slots = tl.maximum(processors // inner, 1)
     waves = cdiv(tl.sum((units > 0).to(tl.int32), 0), slots)
-    spare = tl.where(rows * 4 <= slots * OVERSUBSCRIBE, rows, 0)  # see `Layout`
+    spare = tl.where(rows * 4 <= slots * OVERSUBSCRIBE, rows, 0)  # see `fair_items`
     share = tl.maximum(cdiv(total, slots * OVERSUBSCRIBE - spare), MIN_UNITS)
     if waves * longest * 8 <= cdiv(total, slots) * 9:
         share = tl.maximum(longest, 1)

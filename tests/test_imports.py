@@ -87,7 +87,7 @@ MAY_IMPORT = {
     "ops": "api appending assembly backends mask_arguments quantization tables trace",
     "packed": "block_mask kernels problem quantization tables",
     "placement": "block_mask checks exchange mask_creation mods quantization",
-    "plan": "choices kernels.call kernels.configs problem quantization",
+    "plan": "choices kernels.call kernels.configs kernels.layout problem quantization",
     "problem": "block_mask packed quantization trace",
     "proxies": "graph operations",
     "quantization": "",
