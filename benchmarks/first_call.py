@@ -99,6 +99,9 @@ class _Clock:
                 of = "" if stage.startswith("Triton") else getattr(self.here, "kernel", "")
                 self.stages.append((of + stage, start - self.start, time.perf_counter() - start))
 
+        for of_cache in ("cache_info", "cache_clear"):  # of a function that remembers its result
+            if hasattr(timed, of_cache):
+                setattr(wrapped, of_cache, getattr(timed, of_cache))
         setattr(where, name, wrapped)
 
 

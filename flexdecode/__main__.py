@@ -47,7 +47,7 @@ def environment() -> dict[str, str]:
     else:
         facts["cpu"] = f"{torch.get_num_threads()} threads, no GPU"
     facts["backend"] = f"auto is {choose_backend('auto', device)}"
-    for name in ("TRITON_INTERPRET", "FLEXDECODE_CHECK"):
+    for name in ("TRITON_INTERPRET", "FLEXDECODE_CHECK", "FLEXDECODE_TRITON_KEY"):
         if name in os.environ:
             facts[name] = os.environ[name]
     for package in ("transformers", "matplotlib", "rich"):

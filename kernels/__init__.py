@@ -3,7 +3,8 @@
 Read `decode` first (the legend, the kernel), `attend` (its loop), `tiles`, `worklist`, `reduce`;
 `pages` and `quantized` say where and what the keys of other caches are;
 `tables` and `interval_tables` build block tables, `launch` turns a call into launches, `compiling`
-compiles them side by side, `configs` chooses tiles; `merge` joins whole calls.
+compiles them side by side, `triton_key` remembers Triton's hash, `configs` chooses
+tiles; `merge` joins whole calls.
 """
 
 if __name__ != "flexdecode.kernels":

@@ -3,7 +3,7 @@
 Triton compiles a kernel when it is first launched, and only then has a C compiler build the code
 that launches it; then the same for the next kernel. Most of that time is spent outside Python. So
 is the time for what Triton does once in a process: a C compiler builds its access to the driver,
-and it hashes its own 400 MiB.
+and it hashes its own 400 MiB, where `triton_key` does not know the result.
 """
 
 import contextlib
@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 from triton import AsyncCompileMode, FutureKernel
 from triton.compiler import ASTSource
 from triton.runtime import driver
+
+from flexdecode.kernels import triton_key
 
 _lock = threading.Lock()
 _started = False
@@ -70,7 +72,7 @@ def _start() -> None:
         if not _started:
             thread = threading.Thread(target=_reach_driver, name="flexdecode starts")
             thread.start()
-            _hash_triton()
+            triton_key.prepare()
             thread.join()
         _started = True
 
@@ -78,13 +80,6 @@ def _start() -> None:
 def _reach_driver() -> None:
     with contextlib.suppress(Exception):  # the next use raises it again, where it can be caught
         _ = driver.active.utils
-
-
-def _hash_triton() -> None:
-    with contextlib.suppress(ImportError):  # another version: it is hashed when it has to be
-        from triton.runtime.cache import triton_key
-
-        triton_key()  # it remembers
 
 
 def _compile(pool: ThreadPoolExecutor, wanted: Sequence[Wanted]) -> None:

@@ -20,7 +20,7 @@ import triton
 from triton import knobs
 from triton.runtime import driver
 
-from flexdecode.kernels import compiling, launch
+from flexdecode.kernels import compiling, launch, triton_key
 from flexdecode.kernels.call import Mod
 from flexdecode.kernels.launch import decode
 from tests.aot_variants import TARGETS, Variant, as_if_on, causal_mask, make_call
@@ -253,7 +253,7 @@ def start():
 
     with (
         mock.patch.object(compiling, "_reach_driver", reach),
-        mock.patch.object(compiling, "_hash_triton", key),
+        mock.patch.object(triton_key, "prepare", key),
     ):
         for dims in ((64, 64), (128, 128)):
             decode(*make_call(replace(CALL, dims=dims), DEVICE))
