@@ -48,6 +48,36 @@ CONFIGS = {
         {"sliding_window": 8, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
     ),
     "cohere2": ("Cohere2Config", {"sliding_window": 8, "layer_types": BOTH_KINDS}),
+    "deepseek_v3": (  # keys of 16, values of 12
+        "DeepseekV3Config",
+        {
+            "num_key_value_heads": 6,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 12,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "gemma4": (  # the last two layers compute the last token of a prompt alone
+        "Gemma4TextConfig",
+        {
+            "sliding_window": 8,
+            "head_dim": 8,
+            "global_head_dim": 8,
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "layer_types": 2 * BOTH_KINDS,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 97,
+        },
+    ),
 }
 
 
@@ -64,6 +94,8 @@ def build():
     def build(name, implementation="eager"):
         if name not in models:
             kind, options = CONFIGS[name]
+            if not hasattr(transformers, kind):
+                pytest.skip(f"no {kind} in transformers {transformers.__version__}")
             config = getattr(transformers, kind)(**{**SIZES, **options})
             torch.manual_seed(0)
             model = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -378,6 +410,31 @@ def test_own_matrix_equals_eager(build, batch, kind, heads, rows):
     torch.testing.assert_close(got, wanted, atol=2e-5, rtol=0)
 
 
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_one_row_of_an_own_matrix_is_for_all_queries(build, batch, kind):
+    allowed = batch.attention_mask.bool()[:, None, None]
+    bias = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    mask = allowed if kind == "bool" else bias
+    with torch.no_grad():
+        wanted = build("llama")(batch.input_ids, attention_mask=bias).logits
+        got = build("llama", "flexdecode")(batch.input_ids, attention_mask=mask).logits
+    torch.testing.assert_close(got, wanted, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize(
+    "shape",
+    [(2, 1, 13, 13), (3, 2, 13, 13), (3, 1, 12, 13), (3, 1, 14, 13), (3, 1, 13, 12)],
+    ids=["batch", "key heads", "too few rows", "too many rows", "too few columns"],
+)
+def test_own_matrix_of_another_size_is_refused(build, batch, kind, shape):
+    """Eager attention cannot broadcast them either."""
+    mask = torch.ones(shape, dtype=torch.bool) if kind == "bool" else torch.zeros(shape)
+    model = build("llama", "flexdecode")
+    with torch.no_grad(), pytest.raises(ValueError, match=r"attention_mask: expected shape \[3 or"):
+        model(batch.input_ids, attention_mask=mask)
+
+
 def test_own_float_matrix_is_added_after_the_softcap(build, batch):
     bias = (
         torch.randn(1, 1, PROMPT, PROMPT)
@@ -451,6 +508,44 @@ def test_position_bias_is_added():
     assert weights is None
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_sinks_of_each_query(rows):
+    """Inkling 2 computes one logit for each query and head."""
+    q, k, v = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
+    sinks = torch.randn(2, 4, rows, 1)
+    out, _ = attention_forward(torch.nn.Module(), q, k, v, None, sinks=sinks)
+    scores = q @ k.repeat_interleave(2, 1).mT * 8**-0.5
+    weights = torch.cat([scores, sinks.expand(2, 4, 3, 1)], -1).softmax(-1)[..., :-1]
+    wanted = weights @ v.repeat_interleave(2, 1)
+    torch.testing.assert_close(out, wanted.transpose(1, 2), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["indices", "block_indices"])
+def test_keys_that_a_layer_selects_itself_are_refused(name):
+    """DeepSeek V3.2 and MiniMax M3 put them into the mask for eager attention alone."""
+    q = torch.zeros(1, 1, 1, 8)
+    with pytest.raises(ValueError, match="got a selection of keys"):
+        attention_forward(
+            torch.nn.Module(), q, q, q, None, **{name: torch.zeros(1, 1, 1, dtype=torch.int64)}
+        )
+
+
+def test_keys_that_a_layer_adds_are_refused():
+    """DeepSeek V4 attends to compressed keys behind those of the mask."""
+    mask = create_mask(1, 3, 5)
+    q, k = torch.zeros(1, 1, 3, 8), torch.zeros(1, 1, 7, 8)
+    with pytest.raises(ValueError, match="expected 3 queries and 7 keys, got a mask of 3 and 5"):
+        attention_forward(torch.nn.Module(), q, k, k, mask)
+
+
+def test_a_model_that_leaves_out_block_masks_is_refused(batch):
+    """Doge builds a matrix of its own, from the model's mask only if that is a matrix."""
+    config = transformers.DogeConfig(**SIZES)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="flexdecode")
+    with torch.no_grad(), pytest.raises(TypeError, match="read their mask as a matrix"):
+        model.eval()(batch.input_ids)
+
+
 def test_dropout_is_refused():
     q = torch.zeros(1, 1, 1, 8)
     with pytest.raises(ValueError, match=r"dropout: expected 0, got 0\.1"):
@@ -478,8 +573,53 @@ def test_model_mask_looks_like_four_dimensions():
     mask = create_mask(2, 3, 7, 4, mask_function=lambda b, h, q_idx, kv_idx: q_idx >= kv_idx)
     assert mask.shape == (2, 1, 3, 7)
     assert create_mask(2, 3, 7, attention_mask=mask) is mask
-    with pytest.raises(TypeError, match="not sliced"):
-        mask[0]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda mask: torch.zeros(3, 7) + mask,
+        lambda mask: mask[:, 0],
+        lambda mask: mask[..., :5],
+        lambda mask: mask[:, :, 0],
+        lambda mask: mask.to(torch.bool),
+    ],
+)
+def test_layers_that_read_a_matrix_are_told(read):
+    mask = create_mask(2, 3, 7, 4)
+    with pytest.raises(
+        TypeError, match=r"read their mask as a matrix.*another attn_implementation"
+    ):
+        read(mask)
+    with pytest.raises(
+        AttributeError, match=r"no attribute 'dtype': .* read their mask as a matrix"
+    ):
+        _ = mask.dtype
+
+
+@pytest.mark.parametrize("rows", [slice(-1, None), slice(2, 7), slice(None), slice(3, 3)])
+@pytest.mark.parametrize("tensor", [False, True])
+def test_rows_of_a_model_mask(rows, tensor):
+    real = torch.tensor([[False] * 3 + [True] * 14, [True] * 17])
+    offset = torch.tensor(5) if tensor else 5
+    mask = create_mask(
+        2,
+        9,
+        14,
+        offset,
+        3,
+        lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx < 4),
+        real,
+        block_size=4,
+    )
+    q, k = torch.randn(2, 2, 9, 8), torch.randn(2, 1, 14, 8)
+    module = torch.nn.Module()
+    wanted, _ = attention_forward(module, q, k, k, mask)
+    part = mask[:, :, rows, :]
+    assert part.shape == (2, 1, len(range(9)[rows]), 14)
+    got, _ = attention_forward(module, q[:, :, rows], k, k, part)
+    torch.testing.assert_close(got, wanted[:, rows], atol=1e-6, rtol=0)
+    torch.testing.assert_close(mask[:, :, rows].block_mask.to_dense(), part.block_mask.to_dense())
 
 
 @pytest.mark.gpu

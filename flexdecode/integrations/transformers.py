@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 
-from flexdecode.api import attention
+from flexdecode.api import AuxRequest, attention
 from flexdecode.block_mask import BlockMask
 from flexdecode.mask_creation import create_block_mask
 from flexdecode.mods import ScoreMod, and_masks
@@ -130,6 +130,9 @@ class ModelMask(TorchBlockMask):
     alone only tensors and instances of torch's ``BlockMask`` with four dimensions: that is the
     reason for the base class. The tables are flexdecode's; torch's own are not there.
 
+    ``mask[:, :, rows]`` is the mask of these rows: some models compute the last layers of a prompt
+    for its last token alone.
+
     Parameters
     ----------
     block_mask : flexdecode.BlockMask
@@ -149,15 +152,50 @@ class ModelMask(TorchBlockMask):
 
     def to(self, device: torch.device | str) -> ModelMask:
         """Copy to another device."""
+        if isinstance(device, torch.dtype):
+            raise TypeError(_NO_MATRIX)
         return ModelMask(self.block_mask.to(device), self._shape)
 
     def __getitem__(self, index: Any) -> ModelMask:
-        raise TypeError("a model's mask is not sliced: slice its block_mask")
+        rest = list(index) if isinstance(index, tuple) else [index]
+        rows = rest.pop(2) if len(rest) > 2 else None
+        if not isinstance(rows, slice) or any(other != slice(None) for other in rest):
+            raise TypeError(_NO_MATRIX)
+        B, H, Lq, Lkv = self._shape
+        start, stop, step = rows.indices(Lq)
+        if step != 1:
+            raise ValueError(f"mask[:, :, rows]: expected rows in a row, got a step of {step}")
+        mask, Lq = self.block_mask, max(0, stop - start)
+        assert mask.mask_mod is not None and mask.tables is not None and mask.q_offset is not None
+        part = create_block_mask(
+            mask.mask_mod,
+            B,
+            H,
+            Lq,
+            Lkv,
+            device=mask.tables.kv_num_blocks.device,
+            BLOCK_SIZE=mask.BLOCK_SIZE,
+            q_offset=mask.q_offset + start,
+        )
+        return ModelMask(part, (B, H, Lq, Lkv))
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"'ModelMask' object has no attribute {name!r}: {_NO_MATRIX}")
+
+    def __radd__(self, other: Any) -> Any:  # scores + mask
+        raise TypeError(_NO_MATRIX)
 
     def __repr__(self) -> str:
         return f"ModelMask({self.block_mask!r})"
 
     __str__ = __repr__
+
+
+_IGNORE_BLOCK_MASKS = frozenset({"doge"})  # types of models whose layers then have no mask at all
+_NO_MATRIX = (
+    "layers of this model read their mask as a matrix, and flexdecode's masks are block masks; use "
+    "another attn_implementation for this model"
+)
 
 
 def create_mask(
@@ -203,6 +241,11 @@ def create_mask(
     -------
     ModelMask
 
+    Raises
+    ------
+    TypeError
+        Layers of the model leave out what is not a matrix.
+
     Notes
     -----
     Where a compiled model makes its masks itself, their functions are out of reach: they are
@@ -211,6 +254,8 @@ def create_mask(
     """
     if isinstance(attention_mask, ModelMask):  # built earlier in the same step
         return attention_mask
+    if getattr(config, "model_type", None) in _IGNORE_BLOCK_MASKS:
+        raise TypeError(_NO_MATRIX)
     if torch.compiler.is_compiling():
         make = _create_in_graph
         elements = batch_size * q_length * kv_length
@@ -327,8 +372,11 @@ def attention_forward(
     dropout: float = 0.0,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
     position_bias: Tensor | None = None,
     is_causal: bool | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     backend: str = "auto",
     kernel_options: Mapping[str, Any] | None = None,
     **_: Any,
@@ -343,7 +391,7 @@ def attention_forward(
         Queries, rotated.
     key, value : Tensor, [B, Hkv, Lkv, D] and [B, Hkv, Lkv, Dv]
         The layer's cache, heads not repeated.
-    attention_mask : ModelMask, or Tensor [B or 1, H or 1, Lq, Lkv or more], or None
+    attention_mask : ModelMask, or Tensor [B or 1, Hq or 1, Lq or 1, Lkv or more], or None
         From `create_mask`, or a user's own: bool (True: attend) or float, added to the scores
         after `softcap`.
     scaling : float, default ``D ** -0.5``
@@ -354,10 +402,14 @@ def attention_forward(
         Scores become ``softcap * tanh(score / softcap)``, before the mask.
     s_aux : Tensor, [Hq], optional
         Attention sinks, logits.
-    position_bias : Tensor, [B or 1, Hq or 1, Lq, Lkv], optional
+    sinks : Tensor, [B or 1, Hq or 1, Lq or 1, 1], optional
+        The same for each query.
+    position_bias : Tensor, [B or 1, Hq or 1, Lq or 1, Lkv], optional
         Added to the scaled scores.
     is_causal : bool, optional
         Overrides ``module.is_causal``; only asked where there is no mask.
+    indices, block_indices : Tensor, optional
+        Keys that the layer selects for itself: must be None.
     backend, kernel_options
         See `attention`.
 
@@ -370,8 +422,9 @@ def attention_forward(
     Raises
     ------
     ValueError
-        Dropout is asked for, or a causal layer comes without a mask (continuous batching, or a
-        name that was registered without its mask function).
+        Dropout is asked for, a causal layer comes without a mask (continuous batching, or a name
+        that was registered without its mask function), the mask is of other sizes, or the layer
+        selects keys in a way of its own.
     """
     if dropout > 0:
         raise ValueError(
@@ -384,15 +437,29 @@ def attention_forward(
             "attention_mask: expected a mask in a causal layer, got None (continuous batching is "
             "not supported; register() installs the mask function)"
         )
+    if indices is not None or block_indices is not None:
+        raise ValueError(
+            "indices, block_indices: expected None, got a selection of keys, which is for kernels "
+            "of this model's own; use another attn_implementation for it"
+        )
     # Rules are partials of functions and not closures, so that a compiled model can hold them.
     score_mod: ScoreMod | None = None if softcap is None else functools.partial(_capped, softcap)
     block_mask: BlockMask | None = None
     q_offset: int | None = None
+    if position_bias is not None:
+        position_bias = _fitting("position_bias", position_bias, query, key)
     if isinstance(attention_mask, ModelMask):
+        if attention_mask.shape[2:] != (query.shape[2], key.shape[2]):
+            raise ValueError(
+                f"attention_mask: expected {query.shape[2]} queries and {key.shape[2]} keys, got a "
+                f"mask of {attention_mask.shape[2]} and {attention_mask.shape[3]}: this layer "
+                "attends to other keys than the model's mask is for; use another "
+                "attn_implementation for it"
+            )
         block_mask = attention_mask.block_mask  # owns its offset
     elif isinstance(attention_mask, Tensor):
         q_offset = 0  # a given matrix is indexed by row
-        matrix = attention_mask[..., : key.shape[2]]
+        matrix = _fitting("attention_mask", attention_mask, query, key)
         if matrix.dtype == torch.bool:
             block_mask = create_block_mask(_element(matrix))
         elif softcap is not None:
@@ -400,7 +467,7 @@ def attention_forward(
             score_mod = functools.partial(_capped_and_added, softcap, whole)
         else:
             position_bias = matrix if position_bias is None else position_bias + matrix
-    out = attention(
+    result = attention(
         query,
         key,
         value,
@@ -410,11 +477,36 @@ def attention_forward(
         q_offset=q_offset,
         bias=position_bias,
         sinks=s_aux,
+        return_aux=None if sinks is None else AuxRequest(lse=True),
         backend=backend,
         kernel_options=None if kernel_options is None else dict(kernel_options),
     )
-    assert isinstance(out, Tensor)  # no auxiliary outputs were asked for
+    if sinks is None:
+        assert isinstance(result, Tensor)  # no auxiliary outputs were asked for
+        out = result
+    else:
+        assert isinstance(result, tuple) and result[1].lse is not None
+        share = torch.sigmoid(result[1].lse[..., None] - sinks.float())  # of all mass, the keys'
+        out = (result[0].float() * share).to(query.dtype)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _fitting(name: str, matrix: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """View a matrix as ``[B or 1, Hq or 1, Lq, Lkv]``; a static cache's may have more columns."""
+    B, Hq, Lq, Lkv = *query.shape[:3], key.shape[2]
+    shape = tuple(matrix.shape)
+    if (
+        len(shape) != 4
+        or shape[0] not in (1, B)
+        or shape[1] not in (1, Hq)
+        or shape[2] not in (1, Lq)
+        or shape[3] < Lkv
+    ):
+        raise ValueError(
+            f"{name}: expected shape [{B} or 1, {Hq} or 1, {Lq} or 1, {Lkv} or more], got "
+            f"{list(shape)}"
+        )
+    return matrix[..., :Lkv].expand(-1, -1, Lq, -1)
 
 
 def _own(position: int | Tensor, device: torch.device | str) -> int | Tensor:
