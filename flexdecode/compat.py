@@ -7,6 +7,7 @@ for mask and score alike, where `flexdecode.attention` puts the last query on th
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -150,6 +151,9 @@ def flex_attention(
             f"enable_gqa: expected True for {query.shape[1]} query and {key.shape[1]} key heads"
         )
     options = {n: x for n, x in (kernel_options or {}).items() if n not in _TORCH_HINTS}
+    if isinstance(block_mask, BlockMask) and block_mask.kind == "fixed":
+        if block_mask.q_offset is None:  # from_kv_blocks leaves the positions to the call
+            block_mask = replace(block_mask, q_offset=0)
     owns_offset = block_mask is not None and not _is_lazy(block_mask)
     try:
         result = attention(

@@ -44,6 +44,25 @@ def test_flex_attention_equals_torch(Lq, score_mod, masked):
     )
 
 
+@pytest.mark.parametrize("full", [False, True])
+def test_masks_of_given_blocks_start_at_position_0(full):
+    q, k, v = inputs(Lq=100)
+    # All blocks that the rule needs: without compilation torch looks at the rule alone.
+    counts = torch.tensor([[[1, 1 if full else 2]]], dtype=torch.int32)
+    blocks = torch.tensor([[[[0, 1, 2], [1, 0, 2]]]], dtype=torch.int32)
+    tables = [counts, blocks]
+    if full:
+        tables += [torch.tensor([[[0, 1]]]).int(), torch.tensor([[[[0, 1, 2]] * 2]]).int()]
+    given = {"BLOCK_SIZE": (64, 64), "mask_mod": causal, "seq_lengths": (100, 150)}
+    masks = [m.BlockMask.from_kv_blocks(*tables, **given) for m in (ours, theirs)]
+    got = ours.flex_attention(q, k, v, relative, masks[0], return_lse=True)
+    want = theirs.flex_attention(q, k, v, relative, masks[1], return_lse=True)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    both = ours.flex_attention(q, k, v, relative, masks[0] | ~masks[0])  # of the blocks
+    every = ours.flex_attention(q, k, v, relative)
+    torch.testing.assert_close(both, every, rtol=1e-4, atol=1e-5)
+
+
 def test_grouped_heads_need_enable_gqa():
     q, k, v = inputs(Hq=6, Hkv=2)
     with pytest.raises(ValueError, match="enable_gqa"):
