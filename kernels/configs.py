@@ -29,9 +29,10 @@ MIN_SHARE = 2  # steps of the loop that are worth a split of their own
 DECODE_WARPS = 8  # warps on a processor that decode quantised keys and values, in tiles of 16 rows
 # Most registers of a thread that decodes for smaller tiles: it says how many warps there are then.
 NIBBLE_REGISTERS = 0  # 0 leaves it to the compiler
-BYTE_REGISTERS = 128
+# Three programs of four warps fit on a processor then, which was best. Where a fourth would fit,
+# kernels that start early put it on some processors and leave others with two.
+BYTE_REGISTERS = 136
 WIDE_REGISTERS = 168  # where rows have more bytes than would fit as often
-BYTE_RESIDENTS = 3  # programs of four warps on a processor; more did not pay
 REGISTERS = 65536  # of a processor
 SPAN = 1024  # keys of a split where all are cut at the same places
 FEW_SPLITS = 16  # partial results that the reduction takes at a time where there are no more
@@ -516,8 +517,6 @@ def _choose_quantized_loop(
                 in_flight = max(num_stages - 1, 1) * BLOCK_N * stored.row_bytes + 4096
                 residents = REGISTERS // (32 * (registers or 256) * num_warps)
                 residents = max(min(residents, device.shared_memory // in_flight), 1)
-                if num_warps == 4:
-                    residents = min(residents, BYTE_RESIDENTS)
             return _Loop(BLOCK_N, num_warps, num_stages, needed, False, residents, registers)
         if stages_left:
             num_stages -= 1
