@@ -66,7 +66,6 @@ GRID = (
 SWEPT = "fp8, scale of a row|fp8, one scale|^int4"
 WARPS = (8, 12, 16)  # on a processor
 _QUERY_FP8 = "fp8, q too"
-_LIMIT = 20.0  # seconds that one number may take
 
 
 @dataclass(frozen=True)
@@ -185,7 +184,7 @@ class Bench:
             config={"active_bytes": moved, "B": size.B, "Lkv": size.Lkv, "page": size.page},
         )
         try:
-            with time_limit(_LIMIT), torch.no_grad():
+            with time_limit(self.arguments.limit), torch.no_grad():
                 calls = [partial(run, kv) for kv in sets]
                 calls[-1]()
                 if self.arguments.once:
@@ -448,6 +447,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", help="cuda or cpu")
     parser.add_argument("--peers", type=Path, help="folder of packed peers, see benchmarks.peers")
     parser.add_argument("--budget", type=float, default=0.0, help="seconds, 0 for no limit")
+    parser.add_argument("--limit", type=float, default=20.0, help="seconds for one number")
     parser.add_argument("--replays", type=int, default=15)
     parser.add_argument("--sweep", action="store_true", help="try kernel options")
     parser.add_argument("--once", action="store_true", help="call each once, and time nothing")

@@ -2,7 +2,8 @@
 
 ``compute-sanitizer --tool memcheck python -m tests.every_kernel``; kernels are interpreted without
 a GPU. Each result is compared with a formula as well. ``--part 2/8`` runs every eighth case from
-the second on: several at a time compile what the sanitizer then finds on disk.
+the second on: several at a time compile what the sanitizer then finds on disk. ``--planted`` reads
+past a tensor's end instead: a sanitizer that does not say so sees nothing else either.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ if not ON_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest  # noqa: E402
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from flexdecode import (  # noqa: E402
@@ -435,11 +438,31 @@ def merging_in_place() -> None:
     close(lse, wanted[1])
 
 
+# ---- what must be seen ----
+
+
+@triton.jit
+def _read_past_the_end(x_ptr, out_ptr, n):  # type: ignore[no-untyped-def]
+    offs = tl.arange(0, 128)
+    tl.store(out_ptr + offs, tl.load(x_ptr + n + offs))
+
+
+def plant() -> None:
+    """Read 4 MiB past a tensor that ends after 512 bytes."""
+    x, out = torch.zeros(2, 128, device=DEVICE).unbind()
+    _read_past_the_end[(1,)](x.clone(), out, 1 << 20)
+    torch.cuda.synchronize()
+
+
 def main(words: list[str]) -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], prog="tests.every_kernel")
     parser.add_argument("--part", default="1/1", help="2/8: every eighth case from the second on")
+    parser.add_argument("--planted", action="store_true", help="one fault, on a GPU")
     options = parser.parse_args(words)
+    if options.planted:
+        plant()
+        return 0
     # The interpreter computes with NumPy, which warns of inf - inf where a GPU does not.
     warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime")
     first, step = map(int, options.part.split("/"))
