@@ -217,6 +217,8 @@ class QuantizedTensor:
         found = self.coefficients
         if found is None or found.dtype == torch.int32:
             return found is not None
+        if found.numel() == 0:  # no rows: a kernel must not read what there is none of
+            return True
         return any(found.shape[axis] > 1 and found.stride(axis) != 0 for axis in (0, 2))
 
     def gathered(self, take: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Tensor:
@@ -461,7 +463,10 @@ def _quantize_bytes(
         shift = _to_half((x.amin(-1) + x.amax(-1)) / 2)
         x = x - shift.float().unsqueeze(-1)
     axes = {"row": (3,), "head": (0, 2, 3), "tensor": (0, 1, 2, 3)}[per]
-    scale = x.abs().amax(axes) / largest
+    if x.numel() == 0 and per != "row":  # no greatest element; any scale will do
+        scale = x.new_zeros(x.shape[1:2] if per == "head" else ())
+    else:
+        scale = x.abs().amax(axes) / largest
     scale = scale.clamp(max=torch.finfo(torch.float32).max)
     stored = scale if scale_dtype == torch.float32 else _to_half(scale)
     wide = stored.float()

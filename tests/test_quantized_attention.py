@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flexdecode import (
+    AuxRequest,
     QuantizedTensor,
     append_kv,
     attention,
@@ -163,6 +164,22 @@ def test_formats(
     # Codes of e5m2 are multiplied in bfloat16, three bits less than float16.
     slack = 8 * SLACK if v_as == "e5m2" and dtype == torch.float16 else SLACK
     assert_matches(out, q, *rows, mask=rule, kv_len=kv_len, slack=slack)
+
+
+@every_backend
+@pytest.mark.parametrize("format", [name for name, kwargs in FORMATS.items() if kwargs])
+def test_a_sequence_without_keys(backend: Backend, format: str) -> None:
+    """A kernel that reads the scale of a head finds no memory where there are no rows."""
+    q, keys = torch.randn(1, 4, 1, 32), torch.randn(1, 2, 0, 32)
+    q, keys = q.to(backend.device), keys.to(backend.device)
+    cache = quantize(keys, **FORMATS[format] or {})
+    assert dequantize(cache).shape == keys.shape
+    sinks = torch.ones(4, device=backend.device)
+    out, aux = attention(
+        q, cache, cache, sinks=sinks, return_aux=AuxRequest(lse=True), backend=backend.name
+    )
+    assert not out.any()
+    torch.testing.assert_close(aux.lse, torch.ones_like(aux.lse))
 
 
 @every_backend
