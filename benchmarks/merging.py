@@ -8,7 +8,6 @@ prefix, by a plain call over shared pages and by FlashInfer; and where the casca
 from __future__ import annotations
 
 import argparse
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -351,8 +350,7 @@ def main(arguments: list[str] | None = None) -> None:
     device = torch.device(chosen.device)
     target = None
     if chosen.peers is not None:
-        target = Path(tempfile.gettempdir()) / "flexdecode-peers"
-        unpack(chosen.peers, target, ["flashinfer"])
+        target = unpack(chosen.peers, ["flashinfer"])
     on_gpu = device.type == "cuda"
     missing = "no GPU"
     if on_gpu:

@@ -1,6 +1,7 @@
 """Unpack peers that travel as files: wheels, and FlashAttention-3 as one compressed library.
 
-``python -m benchmarks.peers FROM TO`` or ``--peers FROM`` of ``benchmarks.run``.
+``python -m benchmarks.peers FROM``, before several benchmarks are started at a time, or ``--peers
+FROM`` of each of them.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import lzma
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 __all__ = ["unpack"]
@@ -21,18 +23,22 @@ _FILES = {
 }
 
 
-def unpack(source: Path, target: Path, providers: list[str] | None = None) -> None:
-    """Unpack what is not there yet.
+def unpack(source: Path, providers: list[str] | None = None) -> Path:
+    """Unpack what is not there yet, into a folder for temporary files.
 
     Parameters
     ----------
     source : Path
         Folder with wheels and ``*.xz``.
-    target : Path
-        Libraries land in it, packages in its folder ``site``.
     providers : list of str, optional
         Only what these need.
+
+    Returns
+    -------
+    target : Path
+        Libraries lie in it, packages in its folder ``site``.
     """
+    target = Path(tempfile.gettempdir()) / "flexdecode-peers"
     target.mkdir(parents=True, exist_ok=True)
     wanted = [name for name in _FILES if providers is None or name in providers]
     for path in (p for name in wanted for pattern in _FILES[name] for p in source.glob(pattern)):
@@ -52,7 +58,8 @@ def unpack(source: Path, target: Path, providers: list[str] | None = None) -> No
                 print(f"{path.name}: not installed", flush=True)
                 continue
         done.touch()
+    return target
 
 
 if __name__ == "__main__":
-    unpack(Path(sys.argv[1]), Path(sys.argv[2]))
+    print(unpack(Path(sys.argv[1])))

@@ -458,9 +458,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="sizes for an interpreter")
     given = parser.parse_args(arguments)
     if given.peers is not None and torch.cuda.is_available():
-        target = Path("/tmp/flexdecode_peers")
-        unpack(given.peers, target, ["fa3", "flashinfer", "xformers"])
-        given.peers = target
+        given.peers = unpack(given.peers, ["fa3", "flashinfer", "xformers"])
     if given.sweep:
         given.only = given.only or SWEPT
         if given.jobs:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -85,8 +84,7 @@ class Runner:
             self.cases = [case.tiny() for case in self.cases]
         target = None
         if arguments.peers is not None:
-            target = Path(tempfile.gettempdir()) / "flexdecode-peers"
-            unpack(arguments.peers, target, list(arguments.providers))
+            target = unpack(arguments.peers, list(arguments.providers))
         setup = Setup(self.device, arguments.options, target)
         self.providers = {name: PROVIDERS[name](setup) for name in arguments.providers}
         self.missing = {name: p.missing() for name, p in self.providers.items()}
