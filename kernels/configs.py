@@ -184,6 +184,12 @@ def split_dim(dim: int) -> tuple[int, int]:
     return (half, rest) if half + rest < whole else (whole, 0)
 
 
+def _has_padded_piece(dim: int) -> bool:
+    """Whether a head dim has a second piece that it does not fill, read under a mask."""
+    first, second = split_dim(dim)
+    return second > 0 and first + second > dim
+
+
 def shared_memory_bytes(
     *, BLOCK_M: int, BLOCK_N: int, num_stages: int, D: int, Dv: int, itemsize: int
 ) -> int:
@@ -424,7 +430,7 @@ def _choose_loop(
     keys = 32 if exact or (D + Dv > 384 and not latent) else 128 if small else 64
     held = 0 if latent else Dv  # columns of values beside the keys
     BLOCK_N = options.get("BLOCK_N", _unit(keys, KV_BLOCK))
-    deep = not exact and D + Dv <= 256 and split_dim(D)[1] == split_dim(Dv)[1] == 0
+    deep = not exact and D + Dv <= 256 and not _has_padded_piece(D) and not _has_padded_piece(Dv)
     num_stages = options.get("num_stages", 4 if deep else 3)
     free = not exact and D + Dv <= 256 and BLOCK_M <= 64
     free = free and not {"BLOCK_N", "num_stages"} & options.keys()
