@@ -219,7 +219,10 @@ def unite_heads(tables: Tables, Hkv: int) -> TableBuffers:
         )
         with on_device(states.device):
             kernels.launch_compact(union)
-        if tables.states is not None:  # given lists may change in place between two calls
+        # Given lists may change in place between two calls, and what a graph writes while it is
+        # captured exists only in its replays.
+        in_graph = states.is_cuda and torch.cuda.is_current_stream_capturing()
+        if tables.states is not None and not in_graph:
             tables.unions[Hkv] = union
     return union
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flexdecode import create_block_mask
+from flexdecode import attention, create_block_mask
 from flexdecode.masks import causal
 
 pytestmark = pytest.mark.gpu
@@ -127,3 +127,25 @@ def test_packed_queries_and_starts_by_intervals(monkeypatch):
         )
         found.append(mask.bind(**call, cu_seqlens_q=cu, kv_start=start))
     assert same_tables(*found)
+
+
+def test_lists_united_in_a_graph_are_not_used_outside_of_it():
+    """They are written when the graph is replayed, not when it is captured."""
+    widths = torch.tensor([64, 2000, 300, 5], device="cuda")
+    rule = create_block_mask(lambda b, h, q, kv: (q >= kv) & (q - kv < widths[h]))
+    q = torch.randn(1, 4, 1, 64, device="cuda")
+    k, v = torch.randn(2, 1, 2, 4096, 64, device="cuda")
+
+    def bound():
+        return rule.bind(batch=1, heads=4, q_len=1, kv_len=4096, device="cuda")
+
+    expected = attention(q, k, v, block_mask=bound(), backend="reference")
+    attention(q, k, v, block_mask=bound())  # compiles
+    step, graph = bound(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        inside = attention(q, k, v, block_mask=step)
+    torch.testing.assert_close(attention(q, k, v, block_mask=step), expected)
+    inside.fill_(float("nan"))
+    graph.replay()
+    torch.testing.assert_close(inside, expected)
