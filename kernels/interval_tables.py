@@ -16,7 +16,7 @@ from torch import Tensor
 from flexdecode.kernels.call import Mod, dtype_of, vector_stride
 from flexdecode.kernels.configs import ceil_div, next_power_of_2
 from flexdecode.kernels.launch import BoundLaunch, Launch
-from flexdecode.kernels.tiles import load_kv_len, load_q_offset, load_query_tile, loop_bound
+from flexdecode.kernels.tiles import load_block_row, loop_bound
 
 LANES = 64  # blocks, or chunks, evaluated at a time
 TILE = 2048  # elements of a block evaluated at a time
@@ -130,21 +130,10 @@ def _interval_kernel(
     pid = pid // shares
     state_ptr += (pid // groups).to(tl.int64) * nKV
     row = first_row + pid // groups
-    q_block = row % nQ
-    h = row // nQ % heads
-    b = row // nQ // heads
-    position = q_block * BLOCK_Q
-    queries = tl.minimum(BLOCK_Q, Lq - position)
-    q_len = Lq
-    if tiles_ptr is not None:
-        b, _, queries, position, q_len = load_query_tile(tiles_ptr, nQ, q_block)
-        queries = tl.where(b >= 0, queries, 0)
-        b = tl.maximum(b, 0)
-    b64 = b.to(tl.int64)
     lengths = (kv_len_ptr, stride_kv_len, kv_len, kv_start_ptr, stride_kv_start, Lkv)
-    kv_len = load_kv_len(lengths, b64, None)
-    first = position + load_q_offset(
-        q_offset_ptr, stride_q_offset, q_offset, b64, kv_len, q_len, DERIVE_OFFSET
+    offsets = (q_offset_ptr, stride_q_offset, q_offset)
+    b, h, first, queries, kv_len = load_block_row(
+        row, heads, nQ, Lq, BLOCK_Q, lengths, offsets, tiles_ptr, DERIVE_OFFSET
     )
     last = first + queries
     kv_len = tl.where(queries > 0, kv_len, 0)  # without queries every block is empty

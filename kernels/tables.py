@@ -18,7 +18,7 @@ from torch import Tensor
 from flexdecode.kernels.call import Mod, dtype_of, vector_stride
 from flexdecode.kernels.configs import ceil_div, next_power_of_2
 from flexdecode.kernels.launch import BoundLaunch, Launch
-from flexdecode.kernels.tiles import load_kv_len, load_q_offset, load_query_tile, loop_bound
+from flexdecode.kernels.tiles import load_block_row, loop_bound
 
 TILE = 1024  # mask elements that a program evaluates at a time
 WHOLE_ROW = 16384  # elements of a row up to which one program does it all, in one launch
@@ -117,21 +117,10 @@ def _classify_kernel(
     pid = tl.program_id(0)
     chunk = pid % chunks
     row = pid // chunks
-    q_block = row % nQ
-    h = row // nQ % heads
-    b = row // nQ // heads
-    position = q_block * BLOCK_Q
-    count = tl.minimum(BLOCK_Q, Lq - position)
-    q_len = Lq
-    if tiles_ptr is not None:
-        b, _, count, position, q_len = load_query_tile(tiles_ptr, nQ, q_block)
-        count = tl.where(b >= 0, count, 0)
-        b = tl.maximum(b, 0)
-    b64 = b.to(tl.int64)
     lengths = (kv_len_ptr, stride_kv_len, kv_len, kv_start_ptr, stride_kv_start, Lkv)
-    kv_len = load_kv_len(lengths, b64, None)
-    first_q = position + load_q_offset(
-        q_offset_ptr, stride_q_offset, q_offset, b64, kv_len, q_len, DERIVE_OFFSET
+    offsets = (q_offset_ptr, stride_q_offset, q_offset)
+    b, h, first_q, count, kv_len = load_block_row(
+        row, heads, nQ, Lq, BLOCK_Q, lengths, offsets, tiles_ptr, DERIVE_OFFSET
     )
     row64 = row.to(tl.int64)
     state_ptr += row64 * nKV

@@ -113,6 +113,42 @@ def load_query_tile(tiles_ptr, nQ, tile):
 
 
 @triton.jit
+def load_block_row(
+    row,  # of [B or 1, heads, nQ]
+    heads,
+    nQ,
+    Lq,
+    BLOCK_Q,
+    lengths,  # see `load_kv_len`
+    offsets,  # (q_offset_ptr or None, its stride, q_offset)
+    tiles_ptr,  # rows of blocks of packed queries, see `load_query_tile`; or None
+    DERIVE_OFFSET: tl.constexpr,
+):
+    """Read what a row of a mask's blocks stands for.
+
+    Returns its sequence, its head, the position of its first query, its number of queries, and the
+    valid keys of the sequence.
+    """
+    q_block = row % nQ
+    h = row // nQ % heads
+    b = row // nQ // heads
+    position = q_block * BLOCK_Q
+    queries = tl.minimum(BLOCK_Q, Lq - position)
+    q_len = Lq
+    if tiles_ptr is not None:
+        b, _, queries, position, q_len = load_query_tile(tiles_ptr, nQ, q_block)
+        queries = tl.where(b >= 0, queries, 0)
+        b = tl.maximum(b, 0)
+    b64 = b.to(tl.int64)
+    kv_len = load_kv_len(lengths, b64, None)
+    q_offset_ptr, stride_q_offset, q_offset = offsets
+    first = position + load_q_offset(
+        q_offset_ptr, stride_q_offset, q_offset, b64, kv_len, q_len, DERIVE_OFFSET
+    )
+    return b, h, first, queries, kv_len
+
+
+@triton.jit
 def count_units(
     num_ptr,
     full_num_ptr,
