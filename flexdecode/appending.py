@@ -224,6 +224,8 @@ def _check_tensors(k_cache: Any, v_cache: Any, k_new: Any, v_new: Any) -> None:
             raise ValueError(
                 f"{name}: expected device {k_cache.device} to match k_cache, got {x.device}"
             )
+    checks.check_written("k_cache", k_cache)
+    checks.check_written("v_cache", v_cache)
     if v_cache.shape[:3] != k_cache.shape[:3]:
         raise ValueError(
             f"v_cache: expected shape {[*k_cache.shape[:3], 'any']} to match k_cache, got "

@@ -32,6 +32,7 @@ __all__ = [
     "check_score_mod",
     "check_sinks",
     "check_starts",
+    "check_written",
     "is_checking",
     "reads_values",
 ]
@@ -242,6 +243,15 @@ def check_grad(q: Operand, k: Operand, v: Operand) -> None:
         raise ValueError(
             f"{name}: expected a tensor that does not require grad, got requires_grad=True; "
             "attention has no backward pass: call it under torch.no_grad()"
+        )
+
+
+def check_written(name: str, x: Operand) -> None:
+    """Refuse to write to elements that share memory: which one it would hold is chance."""
+    if any(x.stride(axis) == 0 and x.shape[axis] > 1 for axis in range(len(x.shape))):
+        raise ValueError(
+            f"{name}: expected memory of its own for every element, got an expanded tensor (shape "
+            f"{list(x.shape)})"
         )
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexdecode.checks import check_written
+
 __all__ = ["merge_attentions", "merge_attentions_"]
 
 _MAX_PARTS = 16  # what one launch takes as a list
@@ -175,6 +177,8 @@ def merge_attentions_(
                 f"{name}: expected shape {list(out.shape[:-1])} to match out {list(out.shape)}, "
                 f"got {list(x.shape)}"
             )
+    check_written("out", out)
+    check_written("lse", lse)
     chosen = _choose(backend, out)
     if torch.compiler.is_compiling() or type(out) is not Tensor:
         _op_in_place(out, lse, new_out, new_lse, backend)

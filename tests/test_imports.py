@@ -81,7 +81,7 @@ MAY_IMPORT = {
     "mask_pictures": "mask_arguments",
     "mask_resolution": "mask_arguments tables trace",
     "masks": "masks mods",
-    "merging": "kernels",
+    "merging": "checks kernels",
     "mods": "",
     "operations": "graph proxies",
     "ops": "api appending assembly backends mask_arguments quantization tables trace",

@@ -393,6 +393,11 @@ def test_bad_streams_and_backends() -> None:
         merge_attentions_(Z[0], Z[0, :, 0], Z[0], 3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"new_out: .* does not require grad"):
         merge_attentions_(Z[0], Z[0, :, 0], Z[0].clone().requires_grad_(), Z[0, :, 0])
+    whole, one = torch.zeros(2, 2, 3), torch.zeros(1, 2, 3).expand(2, 2, 3)
+    with pytest.raises(ValueError, match="out: expected memory of its own"):
+        merge_attentions_(one, whole[..., 0], whole, whole[..., 0])
+    with pytest.raises(ValueError, match="lse: expected memory of its own"):
+        merge_attentions_(whole, one[..., 0], whole, whole[..., 0])
     with pytest.raises(ValueError, match=r"lses: expected \[..., Hq, Lq\] beside sinks"):
         merge_attentions(torch.zeros(1, 2, 3), torch.zeros(1, 2), torch.zeros(2))
     with pytest.raises(ValueError, match=r"backend: expected one of auto, triton, torch"):
