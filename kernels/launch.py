@@ -31,7 +31,8 @@ from flexdecode.kernels.decode import _decode_kernel
 from flexdecode.kernels.layout import Layout
 from flexdecode.kernels.reduce import _reduce_kernel
 
-# Compiled variants by kernel, constants, options and what `Arguments` finds in a call.
+# Compiled variants and their devices by kernel, constants, options and what `Arguments` finds in a
+# call.
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 # For AMD, Triton counts in 32 bits from addresses whose whole allocation lies within 2 GiB.
@@ -68,16 +69,16 @@ class Launch:
         if variant is None:  # the interpreter has nothing to keep
             self._run(arguments, warmup=False)
             return
+        compiled, device = variant
         hooks = knobs.runtime
         if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # of a profiler
-            variant[self.grid](*arguments, *self.values)
+            compiled[self.grid](*arguments, *self.values)
             return
-        stream = driver.active.get_current_stream(driver.active.get_current_device())
-        variant.run(
+        compiled.run(
             *self.grid,
-            stream,
-            variant.function,
-            variant.packed_metadata,
+            driver.active.get_current_stream(device),
+            compiled.function,
+            compiled.packed_metadata,
             *(None, None, None),  # metadata for hooks, and the hooks
             *arguments,
             *self.values,
@@ -104,7 +105,7 @@ class Launch:
         if not hasattr(compiled, "metadata"):
             return None
         # One for all threads: Triton 3.8 unloads what nobody keeps, and a graph may hold it.
-        return self.variants.setdefault(key, compiled)
+        return self.variants.setdefault(key, (compiled, driver.active.get_current_device()))
 
     def _run(self, arguments: Sequence[Any], warmup: bool) -> Any:
         return self.kernel.run(

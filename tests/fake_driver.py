@@ -188,7 +188,7 @@ def many_threads():
         thread.start()
     for thread in threads:
         thread.join()
-    kept = {id(x) for found in launch._compiled.values() for x in found.values()}
+    kept = {id(x) for found in launch._compiled.values() for x, _ in found.values()}
     return {"errors": errors, "kept": len(kept), "launched": sorted(found.launched)}
 
 

@@ -73,7 +73,7 @@ def test_what_another_thread_compiles_is_waited_for(kernel: Kernel) -> None:
     launch = Launch(kernel, 5, {}, {})
     there.set_result(compiled)
     launch.prepare(("key",), [1])
-    assert list(launch.variants.values()) == [compiled]
+    assert list(launch.variants.values()) == [(compiled, 0)]
 
 
 def test_threads_that_compile_the_same_launch_the_same(kernel: Kernel) -> None:
