@@ -5,10 +5,12 @@ The checks read shapes, dtypes and devices only: no tensor operation, no synchro
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -36,6 +38,15 @@ __all__ = [
     "is_checking",
     "reads_values",
 ]
+
+_variables: Mapping[Any, Any] = os.environ
+_CHECK: Any = "FLEXDECODE_CHECK"
+_ON: Any = "1"
+with contextlib.suppress(AttributeError):
+    # Where os.environ looks names up: it raises and catches an error for each that is not set,
+    # which takes ten times as long, in every call.
+    _variables = os.environ._data  # type: ignore[attr-defined]
+    _CHECK, _ON = os.environ.encodekey(_CHECK), os.environ.encodevalue(_ON)
 
 MAX_POSITION = 1 << 30  # positions beyond it would not stay exact in 32-bit kernels
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -233,7 +244,7 @@ def reads_values(x: Tensor) -> bool:
 
 def is_checking() -> bool:
     """True under FLEXDECODE_CHECK=1: values are checked too, which waits for the device."""
-    return os.environ.get("FLEXDECODE_CHECK") == "1"
+    return _variables.get(_CHECK) == _ON
 
 
 def check_grad(q: Operand, k: Operand, v: Operand) -> None:

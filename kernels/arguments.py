@@ -1,6 +1,7 @@
 """What a call hands to the decode kernel and the reduction, in their order."""
 
 import functools
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,8 +22,9 @@ class Arguments:
     Attributes
     ----------
     decode, reduce : list
-    kinds : tuple
-        What Triton compiles apart and a plan does not fix, but for the alignment of addresses.
+    kinds : object
+        Stands for what Triton compiles apart and a plan does not fix, but for the alignment of
+        addresses: one object for equal kinds.
     captured : tuple of Tensor
         What the mods read.
     """
@@ -42,7 +44,7 @@ class Arguments:
             [x for x in (*score_mod.args, *mask_mod.args) if type(x) is not float]
         )
         bias, sinks = call.bias, call.sinks
-        self.kinds = (
+        kinds = (
             call.q.dtype,
             call.k.dtype,
             call.v.dtype,
@@ -65,6 +67,7 @@ class Arguments:
             tables.kv_indices is None,
             call.out.device.index,
         )
+        self.kinds = _kinds.setdefault(kinds, object())
         self._at: dict[str, int] = {}
         self._reduce_at: dict[str, int] = {}
         self.decode: list[Any] = []
@@ -111,47 +114,66 @@ class Arguments:
         Moves the active blocks of k and v once per query tile, q and out once, and
         ``(Dv + 2) * 4`` bytes for each row and item, written and read, of rows with several items.
         """
-        plan = self.plan
-        if plan.parts:
-            scratch = torch.empty(plan.scratch, dtype=self.partial_dtype, device=self.device)
-        else:
-            scratch = _nothing(self.device, self.partial_dtype)
-        key = self._with_scratch(scratch)
-        plan.decode(key, self.decode)
-        if plan.reduce is not None:
-            plan.reduce(key, self.reduce)
+        self._launch(self.decode, self.reduce)
+
+    def launch_with(self, tensors: dict[str, Tensor]) -> None:
+        """`launch` with other tensors of the same shapes, strides, dtypes and device; keep none."""
+        decode, reduce = self.decode.copy(), self.reduce.copy()
+        at, reduce_at = self._at, self._reduce_at
+        for name, tensor in tensors.items():
+            decode[at[name]] = tensor
+            if name in reduce_at:
+                reduce[reduce_at[name]] = tensor
+        self._launch(decode, reduce)
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Let go of tensors that `launch_with` will be given."""
+        for name in names:
+            self.decode[self._at[name]] = None
+            if name in self._reduce_at:
+                self.reduce[self._reduce_at[name]] = None
 
     def launches(self) -> list[tuple["Launch", tuple[Any, ...], list[Any]]]:
         """What `launch` launches, each with its key and arguments, to be compiled beforehand."""
         plan = self.plan
-        key = self._with_scratch(_nothing(self.device, self.partial_dtype))
+        scratch = _nothing(self.device, self.partial_dtype)
+        key = self._with_scratch(self.decode, self.reduce, scratch)
         found = [(plan.decode, key, self.decode)]
         if plan.reduce is not None:
             found.append((plan.reduce, key, self.reduce))
         return found
 
-    def _with_scratch(self, scratch: Tensor) -> tuple[Any, ...]:
-        """Put the buffer of partial results in its place; what tells compiled variants apart."""
-        at, decode = self._at, self.decode
-        decode[at["scratch"]] = scratch
-        if self.plan.reduce is not None:
-            self.reduce[self._reduce_at["scratch"]] = scratch
-        aligned = [decode[at[name]].data_ptr() & 15 == 0 for name in ("q", "k", "v", "out")]
-        aligned += [x.data_ptr() & 15 == 0 for x in self.captured]
-        return (self.kinds, *aligned)
+    def _launch(self, decode: list[Any], reduce: list[Any]) -> None:
+        plan = self.plan
+        if plan.parts:
+            scratch = torch.empty(plan.scratch, dtype=self.partial_dtype, device=self.device)
+        else:
+            scratch = _nothing(self.device, self.partial_dtype)
+        key = self._with_scratch(decode, reduce, scratch)
+        plan.decode(key, decode)
+        if plan.reduce is not None:
+            plan.reduce(key, reduce)
 
-    def replaced(self, tensors: dict[str, Tensor | None]) -> "Arguments":
-        """Return a copy with other tensors of the same shapes, strides, dtypes and device."""
-        new = object.__new__(Arguments)
-        new.__dict__.update(self.__dict__)
-        decode, reduce = self.decode.copy(), self.reduce.copy()
-        at, reduce_at = self._at, self._reduce_at
-        for name, tensor in tensors.items():
-            decode[at[name]] = tensor
-            if reduce and name in reduce_at:
-                reduce[reduce_at[name]] = tensor
-        new.decode, new.reduce = decode, reduce
-        return new
+    def _with_scratch(
+        self, decode: list[Any], reduce: list[Any], scratch: Tensor
+    ) -> tuple[Any, ...]:
+        """Put the buffer of partial results in its place; what tells compiled variants apart."""
+        at = self._at
+        decode[at["scratch"]] = scratch
+        if reduce:
+            reduce[self._reduce_at["scratch"]] = scratch
+        return (
+            self.kinds,
+            decode[at["q"]].data_ptr() & 15 == 0,
+            decode[at["k"]].data_ptr() & 15 == 0,
+            decode[at["v"]].data_ptr() & 15 == 0,
+            decode[at["out"]].data_ptr() & 15 == 0,
+            *[x.data_ptr() & 15 == 0 for x in self.captured],
+        )
+
+
+# One object for each set of kinds: found by identity, which takes less time than comparing them.
+_kinds: dict[tuple[Any, ...], object] = {}
 
 
 def _put(into: list[Any], at: dict[str, int], name: str, *values: Any) -> None:

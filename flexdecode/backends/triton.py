@@ -103,8 +103,8 @@ class Repeatable:
 
     def __init__(self, request: Request, arguments: Arguments, mods: list[Any]) -> None:
         problem = request.problem
-        # What every call brings must not stay alive until the next one.
-        self.arguments = arguments.replaced(dict.fromkeys(_BROUGHT))
+        self.arguments = arguments
+        arguments.forget(_BROUGHT)  # it must not stay alive until the next call
         self.mods = mods
         self.rows = (problem.q_batch, problem.Hq, problem.Lq)
         self.shape = (*self.rows, problem.Dv)
@@ -124,13 +124,15 @@ class Repeatable:
             if lower(traced, flavour)[1] is not args:
                 return None
         out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        tensors = {**tensors, "out": out}
         lse = max_scores = None
         if self.want_lse:
             lse = torch.empty(self.rows, dtype=torch.float32, device=self.device)
+            tensors["lse"] = lse
         if self.want_max:
             max_scores = torch.empty(self.rows, dtype=torch.float32, device=self.device)
-        made: dict[str, Tensor | None] = {"out": out, "lse": lse, "max_scores": max_scores}
-        self.arguments.replaced({**made, **tensors}).launch()
+            tensors["max_scores"] = max_scores
+        self.arguments.launch_with(tensors)
         return Result(out, lse, max_scores)
 
 
