@@ -5,7 +5,6 @@ The checks read shapes, dtypes and devices only: no tensor operation, no synchro
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import os
@@ -39,14 +38,10 @@ __all__ = [
     "reads_values",
 ]
 
-_variables: Mapping[Any, Any] = os.environ
-_CHECK: Any = "FLEXDECODE_CHECK"
-_ON: Any = "1"
-with contextlib.suppress(AttributeError):
-    # Where os.environ looks names up: it raises and catches an error for each that is not set,
-    # which takes ten times as long, in every call.
-    _variables = os.environ._data  # type: ignore[attr-defined]
-    _CHECK, _ON = os.environ.encodekey(_CHECK), os.environ.encodevalue(_ON)
+# Where os.environ looks names up, as it encodes them: for a name that is not set it raises and
+# catches an error itself, which takes ten times as long, in every call.
+_variables: Mapping[Any, object] = os.environ._data  # type: ignore[attr-defined]
+_CHECK, _ON = os.environ.encodekey("FLEXDECODE_CHECK"), os.environ.encodevalue("1")
 
 MAX_POSITION = 1 << 30  # positions beyond it would not stay exact in 32-bit kernels
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)

@@ -33,7 +33,7 @@ _MAX_REPEATS = 256  # of calls without a mask; a bound mask holds its own
 
 _NUMBERS = (NoneType, float)
 _VALUES = (int, bool, str, torch.dtype)
-_BOUND = ("kv_len", "kv_start", "page_table")  # what a bound mask brings itself
+_BOUND = frozenset(("kv_len", "kv_start", "page_table"))  # what a bound mask brings itself
 
 Signature = tuple[Any, ...]
 
@@ -98,19 +98,19 @@ def sign(
         wanted = getattr(return_aux, "lse", None), getattr(return_aux, "max_scores", None)
         if type(wanted[0]) is not bool or type(wanted[1]) is not bool:
             return None
-    signature: Signature = ()
+    parts: list[Any] = []
     for name, x in tensors.items():
         if type(x) is not Tensor or (x.requires_grad and torch.is_grad_enabled()):
             return None
-        if block_mask is not None and name in _BOUND and x is not getattr(block_mask, name):
+        if name in _BOUND and block_mask is not None and x is not getattr(block_mask, name):
             return None
-        signature += (name, x.shape, x.stride(), x.dtype, x.get_device())
-    device = tensors["q"].get_device()
-    if checks.is_checking() or (device >= 0 and device != torch.cuda.current_device()):
+        parts += (name, x.shape, x.stride(), x.dtype, x.get_device())
+    device = parts[4]  # of q
+    if checks.is_checking() or (device >= 0 and device != torch.accelerator.current_device_index()):
         return None
     latent = tensors["k"].data_ptr() == tensors["v"].data_ptr()  # may be read once
-    rest = (latent, id(score_mod), scale, wanted, backend, options, choices.generation)
-    return signature + rest
+    parts += (latent, id(score_mod), scale, wanted, backend, options, choices.generation)
+    return tuple(parts)
 
 
 def run_again(
