@@ -68,7 +68,7 @@ MAY_IMPORT = {
     "graph": "",
     "graph_text": "graph",
     "integrations": "",
-    "integrations.transformers": "api block_mask checks mask_creation merging mods",
+    "integrations.transformers": "api block_mask checks mask_creation merging mods trace",
     "interval_codegen": "codegen graph interval_numbers interval_rules interval_text trace",
     "interval_numbers": "interval_rules interval_text",
     "interval_rules": "graph",

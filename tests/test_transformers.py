@@ -485,6 +485,36 @@ def test_restrict_equals_eager_with_the_same_matrix(build, batch):
     torch.testing.assert_close(got, wanted, atol=2e-5, rtol=0)
 
 
+def test_restrict_and_an_own_matrix(build, batch):
+    """Its rows have no positions: a rule that went unheard would be worse than an error."""
+    causal = torch.ones(1, 1, PROMPT, PROMPT, dtype=torch.bool).tril()
+    model = build("llama", "flexdecode")
+    with torch.no_grad(), restrict(lambda b, h, q_idx, kv_idx: q_idx - kv_idx < 4):
+        with pytest.raises(ValueError, match="expected the model's own mask under restrict"):
+            model(batch.input_ids, attention_mask=causal)
+
+
+def test_restrict_where_layers_differ_in_heads(batch):
+    config = transformers.BartConfig(
+        d_model=48,
+        vocab_size=97,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=6,
+        decoder_attention_heads=4,
+        max_position_embeddings=64,
+    )
+    model = transformers.AutoModelForSeq2SeqLM.from_config(
+        config, attn_implementation="flexdecode"
+    ).eval()
+    inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+    with torch.no_grad():
+        wanted = model(**inputs, decoder_input_ids=batch.input_ids).logits
+        with restrict(lambda b, h, q_idx, kv_idx: kv_idx < 90):
+            got = model(**inputs, decoder_input_ids=batch.input_ids).logits
+    assert torch.equal(got, wanted)
+
+
 def test_settings_reach_attention(build, batch, monkeypatch):
     register("flexdecode", backend="reference", kernel_options={"num_splits": 1})
     seen = []

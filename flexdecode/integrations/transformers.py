@@ -32,6 +32,7 @@ from flexdecode.api import AuxRequest, attention
 from flexdecode.block_mask import BlockMask
 from flexdecode.mask_creation import create_block_mask
 from flexdecode.mods import ScoreMod, and_masks
+from flexdecode.trace import trace
 
 __all__ = ["ModelMask", "attention_forward", "create_mask", "register", "restrict"]
 
@@ -105,12 +106,15 @@ def restrict(mask_mod: MaskFunction) -> Iterator[None]:
     mask_mod : callable (b, h, q_idx, kv_idx) -> bool
         Positions are logical: token 0 is the first real token of row ``b``, wherever left padding
         puts it. ``h`` is the query head. Layers that keep only a window of keys in their cache
-        cannot show it older ones.
+        cannot show it older ones. Layers for which a model makes no mask, as in some vision
+        towers, stay as they are.
 
     Raises
     ------
     TypeError
         `mask_mod` is not callable.
+    ValueError
+        A causal layer is given a matrix as its mask, which says nothing of positions.
     """
     rule = and_masks(mask_mod)  # refuses what is not callable
     outer = _restriction.get()
@@ -279,7 +283,8 @@ def create_mask(
     heads = 1
     if (extra := _restriction.get()) is not None:
         rules.append(extra if attention_mask is None else _from_first_token(extra, attention_mask))
-        heads = 1 if config is None else config.get_text_config().num_attention_heads
+        if config is not None and "h" in trace(extra, "mask").graph.uses:
+            heads = config.get_text_config().num_attention_heads
     rule: MaskFunction = and_masks(*rules)
     if not (isinstance(kv_offset, int) and kv_offset == 0):
         rule = _shift_keys(rule, _own(kv_offset, device))
@@ -458,6 +463,11 @@ def attention_forward(
             )
         block_mask = attention_mask.block_mask  # owns its offset
     elif isinstance(attention_mask, Tensor):
+        if getattr(module, "is_causal", False) and _is_restricted():
+            raise ValueError(
+                "attention_mask: expected the model's own mask under restrict, got a matrix, which "
+                "does not say which positions its rows are of; put the rule into the matrix"
+            )
         q_offset = 0  # a given matrix is indexed by row
         matrix = _fitting("attention_mask", attention_mask, query, key)
         if matrix.dtype == torch.bool:
@@ -489,6 +499,12 @@ def attention_forward(
         share = torch.sigmoid(result[1].lse[..., None] - sinks.float())  # of all mass, the keys'
         out = (result[0].float() * share).to(query.dtype)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _is_restricted() -> bool:
+    if torch.compiler.is_compiling():
+        return len(_restricted) > 0
+    return _restriction.get() is not None
 
 
 def _fitting(name: str, matrix: Tensor, query: Tensor, key: Tensor) -> Tensor:
