@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexdecode.checks import as_int
 from flexdecode.tables import FULL, PARTIAL, Tables, table_states
 
 __all__ = ["MaskRule", "Pick", "membership", "picked", "with_rows"]
@@ -87,8 +88,8 @@ class Pick:
             elif index.is_floating_point():
                 raise TypeError(f"index {axis}: expected integers, got {index.dtype}")
             numbers = [int(i) for i in index.reshape(-1).tolist()]
-        elif hasattr(index, "__index__") and not isinstance(index, bool):
-            numbers = [int(index)]
+        elif (one := as_int(index)) is not None:
+            numbers = [one]
         else:
             raise TypeError(
                 f"index {axis}: expected an int, slice or tensor, got {type(index).__name__}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import os
 import sys
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from torch import Tensor
 from flexdecode.quantization import QuantizedTensor
 
 __all__ = [
+    "as_int",
     "check_bias",
     "check_cu_seqlens",
     "check_grad",
@@ -277,6 +279,16 @@ def check_scale(scale: float | None, D: int) -> float:
     return scale
 
 
+def as_int(value: Any) -> int | None:
+    """Give what stands for one integer, NumPy's too, as an int; None for all else, floats too."""
+    if isinstance(value, (bool, Tensor)):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
 def check_rows(
     name: str, value: Any, B: int, device: torch.device, lowest: int, highest: int
 ) -> int | Tensor:
@@ -305,9 +317,9 @@ def check_rows(
         if value.device != device:
             raise ValueError(f"{name}: expected device {device} to match q, got {value.device}")
         return value if len(shape) == 1 and shape[0] == B else value.expand(B)
-    if isinstance(value, bool) or not hasattr(type(value), "__index__"):
+    number = as_int(value)
+    if number is None:
         raise TypeError(f"{name}: expected an int or an integer tensor, got {_kind(value)}")
-    number = int(value)
     if not lowest <= number <= highest:
         raise ValueError(f"{name}: expected a value in [{lowest}, {highest}], got {number}")
     return number

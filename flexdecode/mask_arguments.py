@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexdecode.checks import MAX_POSITION
+from flexdecode.checks import MAX_POSITION, as_int
 from flexdecode.trace import Traced
 
 __all__ = [
@@ -67,9 +67,9 @@ def block_size(value: Any) -> tuple[int, int]:
 
 def count(name: str, value: Any) -> int:
     """A size: an int of at least 0."""
-    if isinstance(value, (bool, Tensor)) or not hasattr(type(value), "__index__"):
+    size = as_int(value)
+    if size is None:
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
-    size = int(value)
     if not 0 <= size < 1 << 63:
         raise ValueError(f"{name}: expected a size of at least 0, got {size}")
     return size
@@ -90,13 +90,14 @@ def position(
     if value is None:
         return None
     if not isinstance(value, Tensor):
-        if isinstance(value, bool) or not hasattr(type(value), "__index__"):
+        number = as_int(value)
+        if number is None:
             raise TypeError(
                 f"{name}: expected an int or an integer tensor, got {type(value).__name__}"
             )
-        if not -MAX_POSITION <= value <= MAX_POSITION:
-            raise ValueError(f"{name}: expected a value in [-2**30, 2**30], got {value}")
-        return int(value)
+        if not -MAX_POSITION <= number <= MAX_POSITION:
+            raise ValueError(f"{name}: expected a value in [-2**30, 2**30], got {number}")
+        return number
     if value.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name}: expected an int32 or int64 tensor, got {value.dtype}")
     if value.dim() > 1 or (value.dim() == 1 and B is not None and value.shape[0] not in (1, B)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -371,6 +372,8 @@ def test_create_block_mask_names_the_remedy():
         ({"device": "cuda:99"}, "device: expected .*got 'cuda:99'"),
         ({"q_offset": 1 << 40}, r"q_offset: expected a value in \[-2\*\*30, 2\*\*30\]"),
         ({"q_offset": 0.5}, "q_offset: expected an int or an integer tensor, got float"),
+        ({"q_offset": np.array(0.5)}, "q_offset: expected an int or an integer tensor, got nda"),
+        ({"Q_LEN": np.array(4.5)}, "Q_LEN: expected an int, got ndarray"),
     ):
         with pytest.raises((ValueError, TypeError), match=message) as raised:
             create_block_mask(causal, **(sizes | changed))

@@ -82,6 +82,16 @@ SHAPES_AND_KINDS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"kv_len": 101}, ValueError, r"kv_len: expected a value in \[0, 100\], got 101"),
     ({"kv_len": 2.0}, TypeError, "kv_len: expected an int or an integer tensor, got float 2.0"),
     ({"kv_len": True}, TypeError, "kv_len: expected an int or an integer tensor"),
+    (
+        {"kv_len": np.array([3, 2])},
+        TypeError,
+        "kv_len: expected an int or an integer tensor, got nd",
+    ),
+    (
+        {"kv_len": np.array(2.5)},
+        TypeError,
+        "kv_len: expected an int or an integer tensor, got ndarr",
+    ),
     ({"kv_len": [5, 6]}, TypeError, "kv_len: expected an int or an integer tensor, got list"),
     ({"kv_len": zeros(B)}, TypeError, "kv_len: expected an int32 or int64 tensor, got torch.floa"),
     (

@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "block_mask": "block_counts block_predicates bound_mask explanation "
     "mask_algebra mask_arguments mask_pictures mask_resolution mods packed problem tables trace "
     "visualize",
-    "block_predicates": "tables",
+    "block_predicates": "checks tables",
     "block_elements": "evaluate extent trace",
     "block_states": "block_elements evaluate extent intervals packed trace",
     "bound_mask": "block_mask checks compiled mask_arguments mask_resolution packed tables trace",
