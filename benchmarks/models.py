@@ -293,7 +293,7 @@ def _median(run: Callable[[], object], times: int) -> float:
 
 def measured(model: Any, options: argparse.Namespace, until: float) -> Iterator[Row]:
     """All cases and providers that fit into the time."""
-    for batch, length in TINY if options.tiny else CASES:
+    for batch, length in options.sizes:
         model.fill(batch, length)
         agreed: Tensor | None = None
         for provider in options.providers.split(","):
@@ -337,7 +337,12 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     parser.add_argument("--limit", type=float, default=40, help="seconds for one case")
     parser.add_argument("--budget", type=float, default=140, help="seconds for everything")
     parser.add_argument("--out", type=Path, help="JSON to write")
+    parser.add_argument("--sizes", help="batches and lengths, as 16x8192,16x32768")
     options = parser.parse_args(arguments)
+    if options.sizes is None:
+        options.sizes = TINY if options.tiny else CASES
+    else:
+        options.sizes = [tuple(map(int, each.split("x"))) for each in options.sizes.split(",")]
     start = time.perf_counter()
     device = torch.device(options.device)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
