@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flexdecode.kernels.devices import on_device
+from flexdecode.kernels.devices import is_capturing, on_device
 
 if TYPE_CHECKING:
     from flexdecode.kernels.launch import BoundLaunch
@@ -219,10 +219,8 @@ def unite_heads(tables: Tables, Hkv: int) -> TableBuffers:
         )
         with on_device(states.device):
             kernels.launch_compact(union)
-        # Given lists may change in place between two calls, and what a graph writes while it is
-        # captured exists only in its replays.
-        in_graph = states.is_cuda and torch.cuda.is_current_stream_capturing()
-        if tables.states is not None and not in_graph:
+        # Given lists may change in place between two calls.
+        if tables.states is not None and not is_capturing(states.device):
             tables.unions[Hkv] = union
     return union
 

@@ -30,6 +30,7 @@ from flexdecode.device_tables import (
     update_device_tables,
 )
 from flexdecode.extent import Extent
+from flexdecode.kernels.devices import is_capturing
 
 if TYPE_CHECKING:
     from flexdecode.trace import Traced
@@ -366,8 +367,7 @@ def cached_tables(mask: Traced, extent: Extent) -> Tables:
     stream = 0
     if pure and device.type == "cuda":
         stream = torch.cuda.current_stream(device).cuda_stream
-        # What a graph writes while it is captured exists only in its replays.
-        pure = not torch.cuda.is_current_stream_capturing()
+        pure = not is_capturing(device)
     if not pure:
         return build_tables(mask, extent)
     H = extent.H if "h" in mask.graph.uses else 1

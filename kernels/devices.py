@@ -1,4 +1,4 @@
-"""Kernels go to the current device, which need not be that of the tensors."""
+"""Where kernels go, the current device, which need not be that of the tensors; and when."""
 
 import contextlib
 from typing import Any
@@ -11,3 +11,8 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(device)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return True while a graph is captured: what is launched is written in its replays alone."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -96,7 +96,7 @@ MAY_IMPORT = {
     "rule_text": "masks",
     "rows": "caches evaluate softmax",
     "softmax": "",
-    "tables": "block_states device_tables extent trace",
+    "tables": "block_states device_tables extent kernels.devices trace",
     "trace": "closures graph mods operations proxies",
     "tuning": "api backends checks choices kernels.configs plan problem quantization",
     "undecided": "block_states extent graph intervals trace",

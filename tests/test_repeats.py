@@ -11,10 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexdecode import AuxRequest, api, attention, create_block_mask, repeats
+from flexdecode import (
+    AuxRequest,
+    api,
+    attention,
+    bound_mask,
+    create_block_mask,
+    device_tables,
+    repeats,
+)
 from flexdecode.masks import causal, sliding_window, softcap
 
 pytest.importorskip("triton")
+from flexdecode.backends import triton as triton_backend
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -247,3 +256,31 @@ def test_lengths_of_a_bound_mask_may_be_given_other_data(ordinary: list[str], na
     out = call(*qkv, block_mask=step)
     torch.testing.assert_close(out, attention(*qkv, block_mask=bind(), backend="reference"))
     assert not torch.equal(out, before)
+
+
+def test_nothing_is_kept_that_a_graph_writes_in_its_replays(monkeypatch):
+    """Lists united while a graph is captured hold nothing yet when an eager call follows."""
+    widths = torch.tensor([5, 40, 9, 70], device=DEVICE)
+    q, k, v = tensors(B=1)
+    rule = create_block_mask(lambda b, h, q, kv: q - kv < widths[h], BLOCK_SIZE=(1, 16))
+
+    def build(mask, extent, **options):  # as on a GPU
+        return device_tables.build_device_tables(mask, extent.for_kernels(mask))
+
+    monkeypatch.setattr(bound_mask, "build_tables", build)
+    mask = rule.bind(batch=1, heads=4, q_len=1, kv_len=70, device=torch.device(DEVICE))
+    kernels = device_tables._kernels()
+
+    def captured(lists):
+        for counts in (lists.kv_num_blocks, lists.full_kv_num_blocks):
+            counts.zero_()
+        return []
+
+    with monkeypatch.context() as graph:
+        for module in (triton_backend, device_tables):
+            graph.setattr(module, "is_capturing", lambda device: True)
+        graph.setattr(kernels, "launch_compact", captured)
+        assert not call(q, k, v, block_mask=mask).any()
+        assert not call(q, k, v, block_mask=mask).any()
+    same(q, k, v, block_mask=mask)
+    same(q, k, v, block_mask=mask)

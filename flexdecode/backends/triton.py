@@ -13,6 +13,7 @@ from flexdecode.codegen import Flavour, captures_moved, lower
 from flexdecode.device_tables import order_lists, unite_heads
 from flexdecode.kernels.arguments import Arguments
 from flexdecode.kernels.call import BlockTables, Codes, DecodeCall, Mod
+from flexdecode.kernels.devices import is_capturing
 from flexdecode.kernels.launch import Plan, decode, run_plan
 from flexdecode.plan import (
     Lists,
@@ -150,7 +151,8 @@ def _repeatable(
         return None
     if request.resolved is not None and call.tables is not None:
         own = request.resolved.tables
-        if own.states is None or is_invariant(request.options):
+        momentary = own.states is None or is_invariant(request.options)
+        if momentary or is_capturing(problem.device):
             if call.tables.kv_indices is not own.kv_indices:
                 return None  # made from the tables, which may change in place
     rules = [request.score, None if request.resolved is None else request.resolved.mask]
@@ -289,7 +291,9 @@ def _block_tables(tables: Tables, problem: Problem, options: dict[str, Any]) -> 
     key = (problem.Hkv if by_head else 0, tables.exact)
     found: BlockTables | None = tables.laid_out.get(key)
     if found is None:
-        found = tables.laid_out[key] = _united(tables, problem) if by_head else _plain(tables)
+        found = _united(tables, problem) if by_head else _plain(tables)
+        if not is_capturing(problem.device):
+            tables.laid_out[key] = found
     return found
 
 
