@@ -18,6 +18,7 @@ __all__ = [
     "QuantizedTensor",
     "as_tensor",
     "dequantize",
+    "has_scales_to_write",
     "quantize",
     "row_bytes",
     "stored_like",
@@ -307,6 +308,27 @@ def row_bytes(x: Tensor | QuantizedTensor) -> int:
     return x.codes.shape[3] * x.codes.element_size() + own
 
 
+def has_scales_to_write(cache: QuantizedTensor) -> bool:
+    """True where each row has coefficients of its own; those of heads or the whole are given.
+
+    Raises
+    ------
+    ValueError
+        Some rows share coefficients, but not all of a head.
+    """
+    scale = cache.scale
+    if cache.layout == "interleaved":
+        return True
+    if scale is None or not (cache.by_row or scale.dtype == torch.int32):
+        return False
+    if scale.dim() < 3 or scale.shape[2] != cache.shape[2]:
+        raise ValueError(
+            f"scale: expected one for each row, head or cache to append to, got shape "
+            f"{list(scale.shape)}"
+        )
+    return True
+
+
 def stored_like(cache: Tensor | QuantizedTensor, new: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Split new rows into what each part of a cache's memory is to hold.
 
@@ -328,12 +350,8 @@ def stored_like(cache: Tensor | QuantizedTensor, new: Tensor) -> list[tuple[Tens
         packed = _quantize_int4(new.float(), cache.groups, cache.layout, cache.dtype)
         return [(cache.data, packed.data)]
     codes = cache.codes
-    if scale is not None and (cache.by_row or scale.dtype == torch.int32):
-        if scale.shape[2] != cache.shape[2]:
-            raise ValueError(
-                f"scale: expected one for each row, head or cache to append to, got shape "
-                f"{list(scale.shape)}"
-            )
+    if has_scales_to_write(cache):
+        assert scale is not None
         if format == "int4":
             packed = _quantize_int4(new.float(), cache.groups, cache.layout, cache.dtype)
             made, words = packed.data, packed.scale
@@ -439,7 +457,7 @@ def _quantize_int4(x: Tensor, groups: int, layout: str, dtype: torch.dtype) -> Q
     grouped = _by_group(x, groups)
     # The shift is rounded down, so that no element lies below it and a constant group is scale 15.
     shift = _round_down(grouped.amin(-1))
-    scale = ((grouped.amax(-1) - shift.float()) / 15).clamp(max=_FLOAT16_MAX).half()
+    scale = _to_half((grouped.amax(-1) - shift.float()) * (1 / 15))
     codes = _nearest(grouped - shift.float().unsqueeze(-1), scale.float().unsqueeze(-1), 0, 15)
     codes = codes.flatten(-2).short()
     words = _pack_halves(scale, shift)
@@ -466,7 +484,7 @@ def _quantize_bytes(
     if x.numel() == 0 and per != "row":  # no greatest element; any scale will do
         scale = x.new_zeros(x.shape[1:2] if per == "head" else ())
     else:
-        scale = x.abs().amax(axes) / largest
+        scale = x.abs().amax(axes) * (1 / largest)
     scale = scale.clamp(max=torch.finfo(torch.float32).max)
     stored = scale if scale_dtype == torch.float32 else _to_half(scale)
     wide = stored.float()
@@ -483,7 +501,8 @@ def _round_to_codes(x: Tensor, scale: Tensor, format: str) -> Tensor:
     return _ratio(x, scale).clamp(-largest, largest).to(_FLOAT8[format])
 
 
-# -- arithmetic ----
+# -- arithmetic. Kernels make the same bits (`flexdecode.kernels.quantize_rows`). To divide by a
+# number would not: on some devices torch multiplies by its reciprocal. ----
 
 
 def _by_group(x: Tensor, groups: int) -> Tensor:
@@ -501,8 +520,8 @@ def _nearest(x: Tensor, scale: Tensor, least: int, most: int) -> Tensor:
 
 
 def _to_half(x: Tensor) -> Tensor:
-    """Round to the nearest finite float16."""
-    return x.clamp(-_FLOAT16_MAX, _FLOAT16_MAX).half()
+    """Round to the nearest finite float16; zero has no sign, as minima may find either."""
+    return (x.clamp(-_FLOAT16_MAX, _FLOAT16_MAX) + 0.0).half()
 
 
 def _round_down(x: Tensor) -> Tensor:

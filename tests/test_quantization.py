@@ -192,6 +192,16 @@ def test_nothing_overflows(name: str) -> None:
     assert dequantize(quantize(x, **FORMATS[name])).isfinite().all()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FORMATS)
+def test_bits_do_not_depend_on_the_device(name: str) -> None:
+    x = normal(2, 3, 400, 128) * torch.logspace(-4, 4, 400).view(1, 1, 400, 1)
+    there, here = quantize(x.cuda(), **FORMATS[name]).to("cpu"), quantize(x, **FORMATS[name])
+    assert torch.equal(there.data.view(torch.uint8), here.data.view(torch.uint8))
+    if here.scale is not None:
+        assert there.scale is not None and torch.equal(there.scale, here.scale)
+
+
 # -- a QuantizedTensor looks like a tensor ---------------------------------------------------------
 
 
