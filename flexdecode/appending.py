@@ -10,7 +10,7 @@ from torch import Tensor
 from flexdecode import checks
 from flexdecode.backends import choose_backend
 from flexdecode.kernels.devices import on_device
-from flexdecode.quantization import QuantizedTensor, stored_like
+from flexdecode.quantization import QuantizedTensor, has_scales_to_write, stored_like
 
 __all__ = ["append_kv"]
 
@@ -69,8 +69,9 @@ def append_kv(
 
     Notes
     -----
-    A row that would lie past the end of the cache, or on page -1, is dropped. Moves the new rows
-    once in and once out; quantising them first takes some small kernels more.
+    A row that would lie past the end of the cache, or on page -1, is dropped. The triton backend
+    rotates, quantises and writes both k and v in one launch, which moves the new rows once in and
+    once out.
 
     References
     ----------
@@ -130,56 +131,70 @@ def append_kv(
     if kv_start is not None:
         kv_start = checks.check_kv_start(kv_start, B, device)
     rotary = _rotary(rotary_cos, rotary_sin, D, device)
-    options: dict[str, Any] = {
+    place: dict[str, Any] = {
         "kv_len": length,
         "kv_start": kv_start,
         "page_table": page_table,
         "cu_seqlens": cu_seqlens,
     }
     with torch.no_grad():
-        if isinstance(k_cache, QuantizedTensor) or isinstance(v_cache, QuantizedTensor):
-            if rotary is not None:
-                k_new = _turned(k_new, length, cu_seqlens, *rotary, rotary_interleaved)
-            _append_parts(
-                stored_like(k_cache, k_new), stored_like(v_cache, v_new), options, backend
-            )
+        if choose_backend(backend, device) == "triton":
+            _launch(k_cache, v_cache, k_new, v_new, place, rotary, rotary_interleaved)
             return
-        assert isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)
-        pairs = (k_cache, k_new), (v_cache, v_new)
-        _append(*pairs, options, backend, rotary, rotary_interleaved)
+        if rotary is not None and isinstance(k_cache, QuantizedTensor):
+            k_new = _turned(k_new, length, cu_seqlens, *rotary, rotary_interleaved)
+            rotary = None
+        for part, new in stored_like(k_cache, k_new):
+            _write(part, new, **place, rotary=rotary, interleaved=rotary_interleaved)
+        for part, new in stored_like(v_cache, v_new):
+            _write(part, new, **place, rotary=None, interleaved=False)
 
 
-def _append_parts(
-    k_parts: list[tuple[Tensor, Tensor]],
-    v_parts: list[tuple[Tensor, Tensor]],
-    options: dict[str, Any],
-    backend: str,
-) -> None:
-    """Write codes and coefficients; what only one of k and v has is written twice."""
-    for n in range(max(len(k_parts), len(v_parts))):
-        pairs = k_parts[min(n, len(k_parts) - 1)], v_parts[min(n, len(v_parts) - 1)]
-        _append(*pairs, options, backend, rotary=None, interleaved=False)
-
-
-def _append(
-    keys: tuple[Tensor, Tensor],
-    values: tuple[Tensor, Tensor],
-    options: dict[str, Any],
-    backend: str,
+def _launch(
+    k_cache: Tensor | QuantizedTensor,
+    v_cache: Tensor | QuantizedTensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    place: dict[str, Any],
     rotary: tuple[Tensor, Tensor] | None,
     interleaved: bool,
 ) -> None:
-    """Write new keys and values, each a pair of cache and new rows, by one backend or another."""
-    (k, k_new), (v, v_new) = keys, values
-    if choose_backend(backend, k.device) != "triton":
-        _write(k, k_new, **options, rotary=rotary, interleaved=interleaved)
-        _write(v, v_new, **options, rotary=None, interleaved=False)
-        return
+    """Write new keys and values by one kernel."""
     from flexdecode.kernels.append import launch_append
 
+    (k, k_codes), (v, v_codes) = _laid_out(k_cache), _laid_out(v_cache)
+    if k_codes is not None:
+        k_new = _readable(k_new)
+    if v_codes is not None:
+        v_new = _readable(v_new)
     turning: dict[str, Any] = {"rotary": rotary, "interleaved": interleaved}
     with on_device(k.device):
-        launch_append(k, v, k_new, v_new, **options, **turning)
+        launch_append(k, v, k_new, v_new, k_codes=k_codes, v_codes=v_codes, **place, **turning)
+
+
+def _laid_out(cache: Tensor | QuantizedTensor) -> tuple[Tensor, Any]:
+    """Return what the kernel writes to: a tensor or its units, and `Codes` where quantised."""
+    if not isinstance(cache, QuantizedTensor):
+        return cache, None
+    found: tuple[Tensor, Any] | None = cache.kept.get("slots")
+    if found is None:
+        from flexdecode.kernels.call import Codes, format_of_codes
+
+        beside, kind = cache.coefficients, ""
+        if has_scales_to_write(cache):
+            kind = "words" if beside is not None and beside.dtype == torch.int32 else "scales"
+        elif beside is not None:
+            kind = "head"
+        format = format_of_codes(str(cache.format), cache.layout)
+        codes = cache.codes if cache.format == "int4" else cache.codes.view(torch.uint8)
+        found = codes, Codes(format, kind, cache.groups, beside)
+        cache.kept["slots"] = found
+    return found
+
+
+def _readable(new: Tensor) -> Tensor:
+    """Widen rows of a float8 type: kernels cannot load it on every device."""
+    return new.float() if new.element_size() == 1 else new
 
 
 def _turned(

@@ -82,7 +82,7 @@ class BlockTables:
 
 @dataclass(frozen=True, eq=False)
 class Codes:
-    """How k or v is quantised; the tensor itself holds int16 units.
+    """How k or v is quantised; the tensor itself holds units, int16 where attention reads them.
 
     Attributes
     ----------
@@ -109,6 +109,13 @@ class Codes:
             self.groups,
             None if beside is None else (beside.stride(), beside.dtype),
         )
+
+
+def format_of_codes(format: str, layout: str) -> str:
+    """Return what kernels call a format and layout of `flexdecode.QuantizedTensor`."""
+    if layout == "interleaved":
+        return "int4_rows"
+    return {"fp8": "e4m3", "fp8_e5m2": "e5m2"}.get(format, format)
 
 
 @dataclass(frozen=True, eq=False)

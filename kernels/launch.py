@@ -393,7 +393,8 @@ def _sizes(arguments: Sequence[Any]) -> list[bool]:
 
 def outer_strides(x: Tensor) -> tuple[int, ...]:
     """Return (sequence, head, token) strides in elements, 0 along an axis that has one entry."""
-    return tuple(x.stride(axis) if x.shape[axis] > 1 else 0 for axis in range(3))
+    shape, strides = x.shape, x.stride()
+    return tuple([strides[axis] if shape[axis] > 1 else 0 for axis in (0, 1, 2)])
 
 
 def coefficient_strides(codes: Codes) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ the specialisation are therefore exactly those of a real call.
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+from flexdecode.appending import _launch
 from flexdecode.backends.triton import lay_out
 from flexdecode.kernels.append import launch_append
 from flexdecode.kernels.call import BlockTables, DecodeCall, Mod
@@ -291,14 +293,14 @@ def appends():
     dense, pages = torch.empty(4, 8, 512, 128), torch.empty(9, 8, 16, 128, dtype=torch.bfloat16)
     new, packed = torch.empty(4, 8, 3, 128, dtype=torch.bfloat16), torch.empty(1, 8, 9, 128)
     starts = torch.empty(5, dtype=torch.int32)
-    nothing = {"kv_start": None, "page_table": None, "cu_seqlens": None, "rotary": None}
+    nothing = {"kv_start": None, "page_table": None, "cu_seqlens": None}
     yield "append", partial(
-        launch_append, dense, dense, new, new, **nothing | {"rotary": (cos, sin)}, kv_len=7,
+        launch_append, dense, dense, new, new, **nothing, rotary=(cos, sin), kv_len=7,
         interleaved=False,
     )  # fmt: skip
     place = {"page_table": torch.empty(4, 9, dtype=torch.int32), "cu_seqlens": starts}
     place |= {"kv_start": starts[1:], "kv_len": starts[1:].long()}
-    rotary = {"rotary": (cos[:, ::4], sin[:, ::4])}
+    rotary = cos[:, ::4], sin[:, ::4]
     yield (
         "append to pages",
         partial(
@@ -307,12 +309,36 @@ def appends():
             pages,
             packed,
             packed,
-            **nothing | place | rotary,
+            **nothing | place,
+            rotary=rotary,
             interleaved=True,
         ),
     )
+    yield from quantized_appends(nothing | {"kv_len": 7}, nothing | place, rotary)
     tiles = torch.empty(5, 13, dtype=torch.int32)
     yield "tiles of packed queries", partial(write_query_tiles, tiles, starts, 64, 8)
+
+
+def quantized_appends(dense, paged, rotary):
+    """Every format and kind of coefficients once, alternately dense and in pages."""
+    words, half = ("scale_dtype", torch.int32), ("scale_dtype", torch.float16)
+    pairs = [
+        (INT4, FP8),
+        ((*INT4, ("groups", 8)), (("format", "int8"), half)),
+        (ROWS, (*FP8, words)),
+        ((*ROWS, ("groups", 4)), (*FP8, ("per", "head"))),
+        ((("format", "fp8_e5m2"),), (*INT4, ("groups", 4))),
+        ((("format", "fp8_e5m2"), words), (*INT4, ("groups", 2))),
+        ((("format", "int8"), ("per", "tensor")), ()),
+    ]
+    for number, pair in enumerate(pairs):
+        slots, places = (16, paged) if number % 2 else (512, dense)
+        plain = torch.zeros(4, 8, slots, 96, dtype=torch.float16)
+        caches = [quantize(plain, **dict(as_)) if as_ else plain for as_ in pair]
+        new = torch.empty(1, 8, 9, 96) if number % 2 else torch.empty(4, 8, 1, 96).bfloat16()
+        title = " and ".join(" ".join(str(value) for _, value in as_) or "plain" for as_ in pair)
+        angles = rotary if number % 3 else None
+        yield f"append, {title}", partial(_launch, *caches, new, new, places, angles, False)
 
 
 def tables():
@@ -380,6 +406,7 @@ def compile_variants(name):
                 "cp_async_16": text.count(", 0x10"),
                 "cp_async": text.count("cp.async.c") - text.count("cp.async.commit_group"),
                 "commit_groups": text.count("cp.async.commit_group"),
+                "inexact": len(re.findall(r"\bfma\.|\.ftz|\.approx|div\.full", text)),
                 **resources(compiled),
             }
             print(json.dumps(record), flush=True)

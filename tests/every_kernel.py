@@ -35,7 +35,6 @@ from flexdecode import (  # noqa: E402
     attention,
     cascade_attention,
     create_block_mask,
-    dequantize,
     device_tables,
     merge_attentions,
     merge_attentions_,
@@ -44,6 +43,7 @@ from flexdecode import (  # noqa: E402
 from flexdecode.kernels.query_tiles import write_query_tiles  # noqa: E402
 from flexdecode.masks import causal, documents, sliding_window  # noqa: E402
 from flexdecode.packed import PackedQueries  # noqa: E402
+from flexdecode.quantization import as_tensor  # noqa: E402
 from flexdecode.tables import Extent, build_tables, table_states  # noqa: E402
 from flexdecode.trace import Traced, trace  # noqa: E402
 from tests.attempts import FORMATS, Attempt, check  # noqa: E402
@@ -150,10 +150,7 @@ def close(found: Tensor, wanted: Tensor, tolerance: float = 1e-5) -> None:
 
 def exact(q: Any, k: Any, v: Any, **call: Any) -> Tensor:
     """The dense formula, on the CPU."""
-    q, k, v = (
-        dequantize(x.to("cpu"), torch.float32) if hasattr(x, "codes") else x.cpu()
-        for x in (q, k, v)
-    )
+    q, k, v = (as_tensor(x.to("cpu"), torch.float32) for x in (q, k, v))
     call = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in call.items()}
     return dense_attention(q, k, v, **call).out
 
@@ -375,14 +372,37 @@ def appending_where_there_is_no_place() -> None:
 @case
 def appending_to_quantised_caches() -> None:
     new = draw(2, 2, 3, 32)
+    cos, sin = draw(64, 8, seed=1).cos(), draw(64, 8, seed=1).sin()
+    lengths = torch.tensor([14, 29], device=DEVICE)
     table = torch.tensor([[4, 1], [0, 3]], dtype=torch.int32, device=DEVICE)
-    for name in FORMATS:
-        caches = [quantize(draw(5, 2, 16, 32, seed=1), **FORMATS[name]) for _ in range(2)]
-        append_kv(*caches, new, new, kv_len=torch.tensor([14, 29], device=DEVICE),
-                  page_table=table, backend="triton")  # fmt: skip
-        rows = dequantize(caches[0], torch.float32)
-        close(rows[4, :, 14:], new[0, :, :2], 0.5)
-        close(rows[3, :, 13:], new[1], 0.5)
+    starts = torch.tensor([0, 1, 3], dtype=torch.int32, device=DEVICE)
+    places: tuple[dict[str, Any], ...] = (
+        {"page_table": table},
+        {"kv_start": starts[1:] * 8, "cu_seqlens": starts},
+        {"page_table": table, "rotary_cos": cos, "rotary_sin": sin},
+    )
+    names = [*FORMATS, ""]
+    for number, pair in enumerate(zip(names, names[1:] + names[:1], strict=True)):
+        place = places[number % 3]
+        shape = (5, 2, 16, 32) if "page_table" in place else (1, 2, 60, 32)
+        rows = new if "page_table" in place else new[:1]
+        memory = []
+        for backend in ("triton", "reference"):
+            caches = [
+                quantize(draw(*shape, seed=1), **FORMATS[name]) if name else draw(*shape, seed=1)
+                for name in pair
+            ]
+            append_kv(*caches, rows, -rows, kv_len=lengths, **place, backend=backend)
+            memory.append([as_tensor(x, torch.float64) for x in caches])
+        for mine, right in zip(*memory, strict=True):
+            assert torch.equal(mine, right)
+        values = memory[0][1]
+        if "page_table" in place:
+            close(values[4, :, 14:], -new[0, :, :2], 0.5)
+            close(values[3, :, 13:], -new[1], 0.5)
+        else:
+            close(values[0, :, 22], -new[0, :, 0], 0.5)
+            close(values[0, :, 53:55], -new[0, :, 1:], 0.5)
 
 
 def _merged(outs: Tensor, lses: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -268,18 +268,21 @@ def test_quantised_caches(format, groups):
     assert region.count <= 2
 
 
-def test_appending_to_quantised_caches():
-    k, v = (quantize(x.clone(), "int8") for x in (K, V))
-    again = [quantize(x.clone(), "int8") for x in (K, V)]
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+def test_appending_to_quantised_caches(backend, device):
+    where = device if backend == "triton" else "cpu"
+    q, lengths = Q.bfloat16().to(where), LENGTHS.to(where)
+    k, v = (quantize(x.to(where), "int8") for x in (K, V))
+    again = [quantize(x.to(where), "int8") for x in (K, V)]
 
     def region(q, kv_len, k, v):
-        append_kv(k, v, q[:, :HKV] * 3, q[:, HKV:], kv_len=kv_len)
+        append_kv(k, v, q[:, :HKV] * 3, q[:, HKV:], kv_len=kv_len, backend=backend)
         return attention(q, k, v, kv_len=kv_len + 1)
 
     region = Compiled(region, "aot_eager")
     for length in (10, 30):
-        found = region.compiled(Q.bfloat16(), LENGTHS + length, k, v)
-        torch.testing.assert_close(found, region.function(Q.bfloat16(), LENGTHS + length, *again))
+        found = region.compiled(q, lengths + length, k, v)
+        torch.testing.assert_close(found, region.function(q, lengths + length, *again))
     assert torch.equal(k.data, again[0].data) and torch.equal(k.scale, again[0].scale)
     assert region.count == 1
 

@@ -6,6 +6,7 @@ On a CPU in the interpreter, on a GPU as compiled.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -135,27 +136,47 @@ def test_quantised_caches_stay_within_their_buffers(form: str) -> None:
     torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("form", [None, "int4", "fp8", "int8"])
-def test_appending_writes_the_new_rows_alone(form: str | None) -> None:
-    new = torch.randn(2, 2, 3, 32, device=DEVICE)
+@pytest.mark.parametrize(
+    "form",
+    [
+        {},
+        {"format": "int4"},
+        {"format": "int4", "groups": 8},
+        {"format": "int4", "groups": 2, "layout": "interleaved"},
+        {"format": "fp8"},
+        {"format": "fp8", "scale_dtype": torch.int32},
+        {"format": "fp8_e5m2", "per": "head"},
+        {"format": "int8", "scale_dtype": torch.float16},
+    ],
+    ids=lambda form: " ".join(map(str, form.values())) or "plain",
+)
+@pytest.mark.parametrize("D", [32, 40])  # whole tiles, and such with columns that do not exist
+def test_appending_writes_the_new_rows_alone(form: dict[str, Any], D: int) -> None:
+    new = torch.randn(2, 3, 3, D, device=DEVICE)
     table = torch.tensor([[4, 1], [0, 3]], dtype=torch.int32, device=DEVICE)
     lengths = torch.tensor([14, 29], device=DEVICE)
     with guarded() as guards:
-        empty = torch.zeros(5, 2, 16, 32, device=DEVICE)
-        if form is None:
+        empty = torch.zeros(5, 3, 16, D, device=DEVICE)
+        if not form:
             caches = [guards.inside(empty) for _ in range(2)]
             buffers = caches
         else:
-            made = [quantize(empty, form) for _ in range(2)]
+            made = [quantize(empty, **form) for _ in range(2)]
             caches = [
-                QuantizedTensor(guards.inside(x.data), guards.inside(x.scale), x.format)
+                replace(
+                    x,
+                    data=guards.inside(x.data),
+                    scale=None if x.scale is None else guards.inside(x.scale),
+                )
                 for x in made
             ]
-            buffers = [y for x in caches for y in (x.data, x.scale)]
+            parts = [y for x in caches for y in (x.data, x.scale)]
+            buffers = [y for y in parts if y is not None and y.dim() > 1]
         for x in buffers:
             x.view(torch.uint8).fill_(BYTE) if x.element_size() == 1 else x.view(
                 {2: torch.int16, 4: torch.int32}[x.element_size()]
             ).fill_(-1)
+        new = guards.inside(new)
         append_kv(*caches, new, new, kv_len=lengths, page_table=table, backend="triton")
     slots = torch.zeros(5, 16, dtype=torch.bool, device=DEVICE)
     for b in range(2):

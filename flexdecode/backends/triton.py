@@ -12,7 +12,7 @@ from flexdecode import choices
 from flexdecode.codegen import Flavour, captures_moved, lower
 from flexdecode.device_tables import order_lists, unite_heads
 from flexdecode.kernels.arguments import Arguments
-from flexdecode.kernels.call import BlockTables, Codes, DecodeCall, Mod
+from flexdecode.kernels.call import BlockTables, Codes, DecodeCall, Mod, format_of_codes
 from flexdecode.kernels.devices import is_capturing
 from flexdecode.kernels.launch import Plan, decode, run_plan
 from flexdecode.plan import (
@@ -239,9 +239,6 @@ def _mod(traced: Traced | None, flavour: Flavour, device: torch.device) -> Mod |
     return Mod(*lower(captures_moved(traced, device), flavour))
 
 
-_FORMATS = {"fp8": "e4m3", "fp8_e5m2": "e5m2", "int8": "int8"}
-
-
 def lay_out(name: str, x: Tensor | QuantizedTensor) -> tuple[Tensor, Codes | None]:
     """Lay out k or v for the kernels: 16-bit units where it is quantised."""
     if not isinstance(x, QuantizedTensor):
@@ -255,7 +252,7 @@ def lay_out(name: str, x: Tensor | QuantizedTensor) -> tuple[Tensor, Codes | Non
             f"{name}: expected an even head dim and even strides for {x.format} on the triton "
             f"backend, got shape {list(x.shape)}, strides {[x.stride(i) for i in range(3)]}"
         )
-    format = "int4_rows" if x.layout == "interleaved" else _FORMATS.get(str(x.format), "int4")
+    format = format_of_codes(str(x.format), x.layout)
     beside = x.coefficients
     kind = ""
     if beside is not None:
