@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from flexdecode import checks
-from flexdecode.backends import choose_backend, load_backend
+from flexdecode.backends import choose_backend, launches_of, load_backend
 from flexdecode.block_mask import BlockMask
 from flexdecode.capture_checks import check_captured_indices
+from flexdecode.kernels.ahead import Later
 from flexdecode.mask_arguments import check_captures
+from flexdecode.mask_resolution import ResolvedMask
 from flexdecode.ops import is_transformed
 from flexdecode.packed import PackedQueries, tile_size
 from flexdecode.problem import Problem, Request
@@ -22,8 +24,11 @@ from flexdecode.repeats import Signature, remember, run_again, sign
 from flexdecode.trace import trace
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from flexdecode.mods import ScoreMod
     from flexdecode.problem import Result
+    from flexdecode.tables import Tables
 
 __all__ = ["AuxOutput", "AuxRequest", "attention", "prepare"]
 
@@ -258,6 +263,7 @@ def attention(
         return_aux=return_aux,
         backend=backend,
         kernel_options=kernel_options,
+        runs=True,
     )
     # Captured parameters must not record anything either.
     with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
@@ -301,8 +307,14 @@ def prepare(
     return_aux: AuxRequest | None,
     backend: str,
     kernel_options: dict[str, Any] | None,
+    runs: bool = False,
 ) -> tuple[Request, str]:
     """Check the arguments of `attention` and resolve its mask, without running anything else.
+
+    Parameters
+    ----------
+    runs : bool
+        The request will be run: what it needs may be compiled beside what the mask needs.
 
     Returns
     -------
@@ -349,9 +361,26 @@ def prepare(
         if score.captures:
             check_captures(score, problem.device)
 
+    want_lse = return_aux is not None and return_aux.lse
+    want_max = return_aux is not None and return_aux.max_scores
+
+    def request_of(problem: Problem, resolved: ResolvedMask | None) -> Request:
+        wanted = (want_lse, want_max, options)
+        return Request(q, k, v, problem, score, resolved, bias, sinks, *wanted)
+
     resolved = None
     if block_mask is not None and problem.B and problem.Lq and problem.Lkv:
-        with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
+        later: contextlib.AbstractContextManager[None] = _NOTHING
+        if runs and name == "triton" and block_mask.kind == "lazy":
+            rule, own = block_mask.mask_mod, problem
+            assert rule is not None
+
+            def launches(tables: Tables) -> Sequence[Any]:
+                resolved = ResolvedMask(trace(rule, "mask"), tables, own.offset)
+                return launches_of(request_of(own, resolved))
+
+            later = Later(launches)
+        with torch.no_grad() if torch.is_grad_enabled() else _NOTHING, later:
             resolved = block_mask.resolve(problem, q_offset is not None)
         if resolved.q_offset is not None and resolved.q_offset is not problem.offset:
             problem = dataclasses.replace(problem, offset=resolved.q_offset)
@@ -360,9 +389,7 @@ def prepare(
                 "score_mod: expected a rule without q_idx, since the block_mask's rows were "
                 "picked one by one and have no common offset; slice them with a step of 1"
             )
-    want_lse = return_aux is not None and return_aux.lse
-    want_max = return_aux is not None and return_aux.max_scores
-    request = Request(q, k, v, problem, score, resolved, bias, sinks, want_lse, want_max, options)
+    request = request_of(problem, resolved)
     if checks.is_checking():
         check_captured_indices(request, block_mask is not None and block_mask.source == "blocks")
     return request, name

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from flexdecode.kernels import ahead
 from flexdecode.kernels.devices import is_capturing, on_device
 
 if TYPE_CHECKING:
@@ -52,8 +53,7 @@ def build_device_tables(mask: Traced, extent: Extent) -> Tables:
     nQ, nKV = extent.num_blocks()
     shape = (extent.table_batch(), extent.H, nQ, nKV)
     own = _kernels().TableBuffers.empty(*shape, device=extent.device)
-    _fill(mask, extent, own, ())
-    return Tables(
+    tables = Tables(
         own.kv_num_blocks,
         own.kv_indices,
         own.full_kv_num_blocks,
@@ -64,6 +64,9 @@ def build_device_tables(mask: Traced, extent: Extent) -> Tables:
         own.state,
         laid_out={"buffers": own},
     )
+    ahead.tables_made(tables)
+    _fill(mask, extent, own, ())
+    return tables
 
 
 def update_device_tables(mask: Traced, extent: Extent, tables: Tables) -> None:

@@ -3,8 +3,9 @@
 Read `decode` first (the legend, the kernel), `attend` (its loop), `tiles`, `worklist`, `reduce`;
 `pages` and `quantized` say where and what the keys of other caches are;
 `tables` and `interval_tables` build block tables, `launch` turns a call into launches, `compiling`
-compiles them side by side, `triton_key` remembers Triton's hash, `configs` chooses
-tiles; `merge` joins whole calls; `append`, with `rotary` and `quantize_rows`, writes new keys.
+compiles them side by side (`ahead`: even later ones), `triton_key` remembers Triton's hash,
+`configs` chooses tiles; `merge` joins whole calls; `append`, with `rotary` and `quantize_rows`,
+writes new keys.
 """
 
 if __name__ != "flexdecode.kernels":

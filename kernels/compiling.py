@@ -19,10 +19,10 @@ from triton import AsyncCompileMode, FutureKernel
 from triton.compiler import ASTSource
 from triton.runtime import driver
 
-from flexdecode.kernels import triton_key
+from flexdecode.kernels import ahead, triton_key
 
 _lock = threading.Lock()
-_started = False
+_starting: list[threading.Thread] = []
 
 
 class Wanted(NamedTuple):
@@ -47,7 +47,8 @@ def compile_together(wanted: Sequence[Wanted]) -> None:
     """Have Triton compile what these launches run, or load it from its disk cache; launch nothing.
 
     A launch with the same arguments then finds its kernel, and its launcher in the disk cache. What
-    fails here is left to that launch, which tries again and raises the error.
+    fails here is left to that launch, which tries again and raises the error. What a call is known
+    to launch later is compiled too, see `ahead`.
 
     Parameters
     ----------
@@ -57,7 +58,11 @@ def compile_together(wanted: Sequence[Wanted]) -> None:
     if not wanted or not all(hasattr(each.kernel, "device_caches") for each in wanted):
         return  # the interpreter compiles nothing
     with contextlib.suppress(Exception):  # no thread can be started at exit, or past a limit
-        _start()
+        starting = _start()
+        with contextlib.suppress(Exception):  # raised again where it is laid out for its launch
+            wanted = [*ahead.take(), *wanted]
+        for thread in starting:
+            thread.join()
         # On few processors the first must not wait for what the others want.
         threads = max(min(2 * len(wanted), os.cpu_count() or 1), 2)
         with ThreadPoolExecutor(threads, "flexdecode compiles") as pool:
@@ -65,21 +70,25 @@ def compile_together(wanted: Sequence[Wanted]) -> None:
             contextvars.Context().run(_compile, pool, wanted)
 
 
-def _start() -> None:
-    """Do side by side what Triton would do one after the other before the first kernel."""
-    global _started
+def _start() -> list[threading.Thread]:
+    """Begin side by side what Triton would do one after the other before the first kernel."""
     with _lock:
-        if not _started:
-            thread = threading.Thread(target=_reach_driver, name="flexdecode starts")
-            thread.start()
-            triton_key.prepare()
-            thread.join()
-        _started = True
+        if not _starting:
+            for act in (_reach_driver, _hash_triton):
+                thread = threading.Thread(target=act, name="flexdecode starts")
+                thread.start()
+                _starting.append(thread)
+        return _starting
 
 
 def _reach_driver() -> None:
     with contextlib.suppress(Exception):  # the next use raises it again, where it can be caught
         _ = driver.active.utils
+
+
+def _hash_triton() -> None:
+    with contextlib.suppress(Exception):
+        triton_key.prepare()
 
 
 def _compile(pool: ThreadPoolExecutor, wanted: Sequence[Wanted]) -> None:

@@ -347,11 +347,7 @@ def decode(call: DecodeCall, config: DecodeConfig) -> tuple[Plan, Arguments | No
         if call.out.numel() == 0:
             return plan, None
         arguments = Arguments(plan, call)
-        launches = arguments.launches()
-        if config.splits_later and call.capacity > WHOLE_KEYS:
-            longer = make_plan(call, replace(config, num_splits=2))
-            launches += Arguments(longer, call).launches()
-        prepare(launches)
+        prepare(_launches(call, arguments))
         try:
             arguments.launch()
             return plan, arguments
@@ -362,6 +358,24 @@ def decode(call: DecodeCall, config: DecodeConfig) -> tuple[Plan, Arguments | No
                 config = replace(config, BLOCK_N=config.BLOCK_N // 2)
             else:
                 raise
+
+
+def launches_of(call: DecodeCall, config: DecodeConfig) -> list[Wanted]:
+    """Return what `decode` compiles for a call, to be compiled earlier."""
+    launches = _launches(call, Arguments(make_plan(call, config), call))
+    return [launch.wanted(arguments) for launch, _, arguments in launches]
+
+
+def _launches(
+    call: DecodeCall, arguments: Arguments
+) -> list[tuple[Launch, tuple[Any, ...], list[Any]]]:
+    """Launches of a call and, where longer rows will be split, of one whose rows are."""
+    launches = arguments.launches()
+    config = arguments.plan.config
+    if config.splits_later and call.capacity > WHOLE_KEYS:
+        longer = make_plan(call, replace(config, num_splits=2))
+        launches += Arguments(longer, call).launches()
+    return launches
 
 
 def prepare(launches: Sequence[tuple[Launch, tuple[Any, ...], Sequence[Any]]]) -> None:

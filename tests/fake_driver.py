@@ -107,6 +107,52 @@ def side_by_side():
     return {"broken": meeting.broken}
 
 
+def lazily(rule, **arguments):
+    """Call attention with a lazy mask."""
+    from flexdecode import attention, create_block_mask
+
+    q = torch.zeros(2, 8, 1, 64, dtype=torch.bfloat16)
+    k, v = torch.zeros(2, 2, 2, 8192, 64, dtype=torch.bfloat16)
+    with as_if_on(DEVICE):
+        attention(q, k, v, block_mask=create_block_mask(rule), backend="triton", **arguments)
+
+
+def lazy():
+    """The kernel that fills a mask's tables compiles while those that read them do."""
+    found = FakeDriver()
+    meeting = threading.Barrier(3)
+    real = triton.compiler.compile
+
+    def compile(*args, **kwargs):
+        meeting.wait(60)
+        return real(*args, **kwargs)
+
+    with (
+        mock.patch.object(triton.compiler, "compile", compile),
+        mock.patch.object(os, "cpu_count", lambda: 6),
+    ):
+        for width in (100, 200):
+            lazily(lambda b, h, q_idx, kv_idx, width=width: q_idx - kv_idx < width)
+    return {"broken": meeting.broken, **found.seen()}
+
+
+def lazy_otherwise():
+    """What reads the tables is another kernel first, or cannot be laid out beforehand."""
+    found = FakeDriver()
+    seen = {}
+    lazily(lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) * (h + 1) < 100)
+    seen["by head"] = list(found.launched)
+    found.launched.clear()
+    options = {"deterministic": "batch_invariant"}
+    lazily(lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % 3 > 0, kernel_options=options)
+    seen["invariant"] = list(found.launched)
+    found.launched.clear()
+    with mock.patch.object(launch, "launches_of", side_effect=RuntimeError):
+        lazily(lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % 5 > 0)
+    seen["failed"] = list(found.launched)
+    return seen
+
+
 def longer_later():
     """A call of one split, of a cache whose longer rows will be split."""
     found = FakeDriver()

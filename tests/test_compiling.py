@@ -53,6 +53,21 @@ def test_compilations_and_launchers_overlap(tmp_path):
     assert run("side_by_side", tmp_path) == {"broken": False}
 
 
+def test_tables_of_a_lazy_mask_compile_beside_what_reads_them(tmp_path):
+    seen = run("lazy", tmp_path)
+    kernels = ["_classify_kernel", "_decode_kernel", "_reduce_kernel"]
+    assert not seen["broken"]
+    assert [kernel for kernel, _ in seen["compiled"]] == kernels
+    assert seen["launched"] == kernels * 2
+
+
+def test_tables_that_others_are_made_of_come_first(tmp_path):
+    seen = run("lazy_otherwise", tmp_path)
+    plain = ["_classify_kernel", "_decode_kernel", "_reduce_kernel"]
+    united = ["_classify_kernel", "_compact_kernel", "_decode_kernel", "_reduce_kernel"]
+    assert seen == {"by head": united, "invariant": united, "failed": plain}
+
+
 def test_errors_are_those_of_the_launch(tmp_path):
     seen = run("faulty", tmp_path)
     assert seen["error"].startswith("CompilationError")

@@ -21,8 +21,8 @@ MAY_IMPORT = {
     "flexdecode": "api appending block_mask cascade codegen compilation explanation mask_creation "
     "merging mods quantization",
     "__main__": "flexdecode backends bench console demo rule_text tuning visualize",
-    "api": "backends block_mask capture_checks checks compiled mask_arguments mods ops packed plan "
-    "problem quantization repeats trace",
+    "api": "backends block_mask capture_checks checks compiled kernels.ahead mask_arguments "
+    "mask_resolution mods ops packed plan problem quantization repeats tables trace",
     "assembly": "block_mask bound_mask graph_text kernels.tables packed quantization tables trace",
     "appending": "backends checks compiled kernels quantization",
     "backends": "problem",

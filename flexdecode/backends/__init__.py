@@ -7,13 +7,14 @@ import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+    from typing import Any
 
     import torch
 
     from flexdecode.problem import Request, Result
 
-__all__ = ["BACKENDS", "choose_backend", "load_backend"]
+__all__ = ["BACKENDS", "choose_backend", "launches_of", "load_backend"]
 
 BACKENDS = ("auto", "triton", "cpu", "reference")
 
@@ -58,3 +59,11 @@ def load_backend(name: str) -> Callable[[Request], Result]:
         run = importlib.import_module(f"flexdecode.backends.{name}").run
         _loaded[name] = run
     return run
+
+
+def launches_of(request: Request) -> Sequence[Any]:
+    """What the triton backend compiles for a request whose tables need not have been filled."""
+    found: Sequence[Any] = importlib.import_module("flexdecode.backends.triton").launches_of(
+        request
+    )
+    return found

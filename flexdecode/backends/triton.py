@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ from torch import Tensor
 from flexdecode import choices
 from flexdecode.codegen import Flavour, captures_moved, lower
 from flexdecode.device_tables import order_lists, unite_heads
+from flexdecode.kernels import launch
 from flexdecode.kernels.arguments import Arguments
 from flexdecode.kernels.call import BlockTables, Codes, DecodeCall, Mod, format_of_codes
+from flexdecode.kernels.compiling import Wanted
 from flexdecode.kernels.devices import is_capturing
 from flexdecode.kernels.launch import Plan, decode, run_plan
 from flexdecode.plan import (
@@ -27,7 +30,7 @@ from flexdecode.quantization import QuantizedTensor
 from flexdecode.tables import Tables
 from flexdecode.trace import Traced
 
-__all__ = ["Repeatable", "lay_out", "run"]
+__all__ = ["Repeatable", "launches_of", "lay_out", "run"]
 
 
 def run(request: Request) -> Result:
@@ -47,6 +50,32 @@ def run(request: Request) -> Result:
     ValueError
         A kernel option that cannot work on this device.
     """
+    q, call = request.q, _decode_call(request)
+    if q.device.type == "cuda" and q.device.index != torch.cuda.current_device():
+        with torch.cuda.device(q.device):
+            arguments = _launch(call, request)
+    else:
+        arguments = _launch(call, request)
+    return Result(call.out, call.lse, call.max_scores, _repeatable(request, call, arguments))
+
+
+def launches_of(request: Request) -> Sequence[Wanted]:
+    """What `run` compiles for a request whose tables need not have been filled.
+
+    None where the kernels read lists that are made from the tables.
+    """
+    problem, resolved = request.problem, request.resolved
+    if resolved is None or is_invariant(request.options):
+        return ()
+    if resolved.tables.kv_num_blocks.shape[1] not in (1, problem.Hkv):
+        return ()
+    call = _decode_call(request)
+    assert call.tables is not None
+    config, _ = choose_plan(request, Lists.of(call.tables), device_of(problem.device))
+    return launch.launches_of(call, config)
+
+
+def _decode_call(request: Request) -> DecodeCall:
     problem, q, options = request.problem, request.q, request.options
     rows = (problem.q_batch, problem.Hq, problem.Lq)
     out = torch.empty((*rows, problem.Dv), dtype=problem.dtype, device=q.device)
@@ -60,7 +89,7 @@ def run(request: Request) -> Result:
     flavour = _flavour(problem, options.get("approx"))
     k, k_codes = lay_out("k", request.k)
     v, v_codes = lay_out("v", request.v)
-    call = DecodeCall(
+    return DecodeCall(
         q=q.codes.view(torch.uint8) if isinstance(q, QuantizedTensor) else q,
         k=k,
         v=v,
@@ -88,12 +117,6 @@ def run(request: Request) -> Result:
         fp8_rows=device_of(problem.device).fp8_rows,
         partial_dtype=options.get("partial_dtype", torch.float32),
     )
-    if q.device.type == "cuda" and q.device.index != torch.cuda.current_device():
-        with torch.cuda.device(q.device):
-            arguments = _launch(call, request)
-    else:
-        arguments = _launch(call, request)
-    return Result(out, lse, max_scores, _repeatable(request, call, arguments))
 
 
 _BROUGHT = ("q", "k", "v", "out", "lse", "max_scores", "scratch")
