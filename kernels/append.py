@@ -8,7 +8,12 @@ from torch import Tensor
 from flexdecode.kernels.arguments import NOT_QUANTIZED
 from flexdecode.kernels.call import Codes, dtype_of, vector_stride
 from flexdecode.kernels.configs import next_power_of_2
-from flexdecode.kernels.launch import Launch, coefficient_strides, outer_strides
+from flexdecode.kernels.launch import (
+    Launch,
+    coefficient_strides,
+    format_constants,
+    outer_strides,
+)
 from flexdecode.kernels.quantize_rows import quantize_row
 from flexdecode.kernels.rotary import load_rotated
 from flexdecode.kernels.tiles import loop_bound
@@ -324,12 +329,7 @@ def launch_append(
             "PAGE_SIZE": 0 if page_table is None else k_cache.shape[2],
             "ROTARY": 0 if cos is None else 2 * cos.shape[1],
             "INTERLEAVED": interleaved,
-            "K_FORMAT": k_codes.format,
-            "K_COEFFICIENTS": k_codes.kind,
-            "K_GROUPS": k_codes.groups,
-            "V_FORMAT": v_codes.format,
-            "V_COEFFICIENTS": v_codes.kind,
-            "V_GROUPS": v_codes.groups,
+            **format_constants(k_codes, v_codes),
             "C": CHUNK,
         },
         # A rotation is two products and a sum, as in torch.

@@ -232,12 +232,7 @@ def make_plan(call: DecodeCall, config: DecodeConfig) -> Plan:
             "ALIGN_Q": align_q,
             "INPUT_PRECISION": "tf32" if tf32 else "ieee",
             "Q_FORMAT": call.q_format,
-            "K_FORMAT": k_codes.format,
-            "K_COEFFICIENTS": k_codes.kind,
-            "K_GROUPS": k_codes.groups,
-            "V_FORMAT": v_codes.format,
-            "V_COEFFICIENTS": v_codes.kind,
-            "V_GROUPS": v_codes.groups,
+            **format_constants(k_codes, v_codes),
             "FLOAT8": call.is_float8(config.BLOCK_M),
             "ASSEMBLY": call.assembly,
             "D": D,
@@ -409,6 +404,19 @@ def outer_strides(x: Tensor) -> tuple[int, ...]:
     """Return (sequence, head, token) strides in elements, 0 along an axis that has one entry."""
     shape, strides = x.shape, x.stride()
     return tuple([strides[axis] if shape[axis] > 1 else 0 for axis in (0, 1, 2)])
+
+
+def format_constants(k: Codes, v: Codes) -> dict[str, Any]:
+    """Return the compile-time constants of kernels that say how k and v are stored, in order."""
+    return {
+        f"{of}_{name}": value
+        for of, codes in (("K", k), ("V", v))
+        for name, value in (
+            ("FORMAT", codes.format),
+            ("COEFFICIENTS", codes.kind),
+            ("GROUPS", codes.groups),
+        )
+    }
 
 
 def coefficient_strides(codes: Codes) -> tuple[int, ...]:

@@ -392,6 +392,14 @@ def test_every_token_has_the_same_trace(build, batch, monkeypatch):
     assert len(set(keys)) <= 2
 
 
+def check_own_matrix(build, batch, mask, bias):
+    """A user's matrix gives the logits that eager attention gives with the same as a bias."""
+    with torch.no_grad():
+        wanted = build("llama")(batch.input_ids, attention_mask=bias).logits
+        got = build("llama", "flexdecode")(batch.input_ids, attention_mask=mask).logits
+    torch.testing.assert_close(got, wanted, atol=2e-5, rtol=0)
+
+
 @pytest.mark.parametrize("kind", ["bool", "float"])
 @pytest.mark.parametrize("heads", [1, 6])
 @pytest.mark.parametrize("rows", [1, 3])
@@ -404,10 +412,7 @@ def test_own_matrix_equals_eager(build, batch, kind, heads, rows):
     if kind == "bool":
         bias = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
     mask = allowed if kind == "bool" else bias
-    with torch.no_grad():
-        wanted = build("llama")(batch.input_ids, attention_mask=bias).logits
-        got = build("llama", "flexdecode")(batch.input_ids, attention_mask=mask).logits
-    torch.testing.assert_close(got, wanted, atol=2e-5, rtol=0)
+    check_own_matrix(build, batch, mask, bias)
 
 
 @pytest.mark.parametrize("kind", ["bool", "float"])
@@ -415,10 +420,7 @@ def test_one_row_of_an_own_matrix_is_for_all_queries(build, batch, kind):
     allowed = batch.attention_mask.bool()[:, None, None]
     bias = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
     mask = allowed if kind == "bool" else bias
-    with torch.no_grad():
-        wanted = build("llama")(batch.input_ids, attention_mask=bias).logits
-        got = build("llama", "flexdecode")(batch.input_ids, attention_mask=mask).logits
-    torch.testing.assert_close(got, wanted, atol=2e-5, rtol=0)
+    check_own_matrix(build, batch, mask, bias)
 
 
 @pytest.mark.parametrize("kind", ["bool", "float"])
