@@ -7,8 +7,14 @@ import pytest
 import torch
 
 from flexdecode import compile_count
-from flexdecode.integrations import transformers as integration
-from flexdecode.integrations.transformers import attention_forward, create_mask, register, restrict
+from flexdecode.integrations.transformers import (
+    attention_forward,
+    create_mask,
+    forward,
+    mask_creation,
+    register,
+    restrict,
+)
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -214,9 +220,9 @@ def test_assisted_generation_equals_eager(build, batch, monkeypatch):
     alone = Batch(batch.input_ids[:1], batch.attention_mask[:1])
     wanted = generate(build("qwen2"), alone)
     rows = []
-    original = integration.attention
+    original = forward.attention
     monkeypatch.setattr(
-        integration, "attention", lambda q, *a, **k: rows.append(q.shape[2]) or original(q, *a, **k)
+        forward, "attention", lambda q, *a, **k: rows.append(q.shape[2]) or original(q, *a, **k)
     )
     assistant = build("llama", "flexdecode")
     got = generate(build("qwen2", "flexdecode"), alone, assistant_model=assistant)
@@ -367,9 +373,9 @@ def test_a_compiled_model_under_restrict(build, batch, graphs):
 @pytest.mark.parametrize(("name", "kinds"), [("llama", 1), ("mistral", 1), ("qwen2", 2)])
 def test_tables_are_built_once_per_kind_and_forward(build, batch, name, kinds, monkeypatch):
     calls = []
-    create = integration.create_block_mask
+    create = mask_creation.create_block_mask
     monkeypatch.setattr(
-        integration, "create_block_mask", lambda *a, **k: calls.append(a) or create(*a, **k)
+        mask_creation, "create_block_mask", lambda *a, **k: calls.append(a) or create(*a, **k)
     )
     generate(build(name, "flexdecode"), batch)
     assert len(calls) == kinds * NEW
@@ -380,13 +386,13 @@ def test_every_token_has_the_same_trace(build, batch, monkeypatch):
     from flexdecode.trace import trace
 
     keys = []
-    create = integration.create_block_mask
+    create = mask_creation.create_block_mask
 
     def record(rule, *args, **kwargs):
         keys.append(trace(rule, "mask").graph.key)
         return create(rule, *args, **kwargs)
 
-    monkeypatch.setattr(integration, "create_block_mask", record)
+    monkeypatch.setattr(mask_creation, "create_block_mask", record)
     generate(build("mistral", "flexdecode"), batch)
     # A sliding cache starts to shift its keys at most once.
     assert len(set(keys)) <= 2
@@ -520,10 +526,8 @@ def test_restrict_where_layers_differ_in_heads(batch):
 def test_settings_reach_attention(build, batch, monkeypatch):
     register("flexdecode", backend="reference", kernel_options={"num_splits": 1})
     seen = []
-    original = integration.attention
-    monkeypatch.setattr(
-        integration, "attention", lambda *a, **k: seen.append(k) or original(*a, **k)
-    )
+    original = forward.attention
+    monkeypatch.setattr(forward, "attention", lambda *a, **k: seen.append(k) or original(*a, **k))
     with torch.no_grad():
         build("llama", "flexdecode")(batch.input_ids)
     assert {k["backend"] for k in seen} == {"reference"}
