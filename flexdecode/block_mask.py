@@ -9,26 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from flexdecode.block_predicates import MaskRule, membership
+from flexdecode.block_predicates import MaskRule
+from flexdecode.given_tables import checked_tables, torch_arguments
 from flexdecode.mask_algebra import combine, cut
-from flexdecode.mask_arguments import (
-    block_size,
-    cdiv,
-    check_captures,
-    checked_device,
-    checked_table,
-    count,
-    position,
-)
-from flexdecode.mask_resolution import ResolvedMask, offset_in, resolve_mask
+from flexdecode.mask_arguments import check_captures, checked_device, position
+from flexdecode.mask_resolution import ResolvedMask, resolve_mask
 from flexdecode.mods import and_masks, not_mask, or_masks
-from flexdecode.tables import (
-    Extent,
-    Tables,
-    build_tables,
-    check_numbers,
-    table_states,
-)
+from flexdecode.tables import Extent, Tables, build_tables, table_states
 from flexdecode.trace import trace
 
 if TYPE_CHECKING:
@@ -145,41 +132,26 @@ class BlockMask:
         >>> mask.to_dense()
         tensor([[[[0, 1]]]], dtype=torch.int32)
         """
-        B, H, nQ = checked_table("", kv_num_blocks, kv_indices, None)
-        if full_kv_num_blocks is not None or full_kv_indices is not None:
-            checked_table("full_", full_kv_num_blocks, full_kv_indices, kv_num_blocks)
-        block = block_size(BLOCK_SIZE)
-        q_len, capacity = nQ * block[0], None
-        columns = -1  # not known before a call
-        if seq_lengths is not None:
-            if not isinstance(seq_lengths, (tuple, list)) or len(seq_lengths) != 2:
-                raise TypeError(f"seq_lengths: expected (Q_LEN, KV_LEN), got {seq_lengths!r}")
-            q_len, capacity = (
-                count("seq_lengths[0]", seq_lengths[0]),
-                count("seq_lengths[1]", seq_lengths[1]),
-            )
-            columns = cdiv(capacity, block[1])
-            if cdiv(q_len, block[0]) != nQ:
-                raise ValueError(
-                    f"seq_lengths: expected {nQ} blocks of {block[0]} queries to match "
-                    f"kv_num_blocks (shape {list(kv_num_blocks.shape)}), got {q_len} queries"
-                )
-        tables = Tables(
-            kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, block, columns, False
-        ).map(lambda table: table.detach().to(torch.int32))
-        if kv_indices.device.type == "cpu":
-            check_numbers(tables)
+        tables, q_len, capacity = checked_tables(
+            kv_num_blocks,
+            kv_indices,
+            full_kv_num_blocks,
+            full_kv_indices,
+            BLOCK_SIZE,
+            seq_lengths,
+        )
+        B, H, _ = tables.kv_num_blocks.shape
         if mask_mod is not None:
             trace(mask_mod, "mask")  # complain here rather than at the first call
         return cls(
             mask_mod,
-            block,
+            tables.BLOCK_SIZE,
             "fixed",
             B,
             H,
             q_len,
             capacity,
-            q_offset=position("q_offset", q_offset, B, kv_indices.device),
+            q_offset=position("q_offset", q_offset, B, tables.kv_indices.device),
             tables=tables,
             source="blocks",
         )
@@ -202,33 +174,7 @@ class BlockMask:
         ValueError
             The mask was sliced in torch and lost its predicate.
         """
-        if not all(hasattr(block_mask, name) for name in ("mask_mod", "kv_indices", "BLOCK_SIZE")):
-            raise TypeError(
-                "block_mask: expected a BlockMask of torch.nn.attention.flex_attention, got "
-                f"{type(block_mask).__name__}"
-            )
-        rule = block_mask.mask_mod
-        name = getattr(rule, "__name__", "")
-        if getattr(rule, "__module__", None) == "torch.nn.attention.flex_attention":
-            if name == "noop_mask":
-                rule = None
-            elif name == "_sliced_mask_mod_error":
-                raise ValueError(
-                    "block_mask: expected a mask with a mask_mod, got a torch slice, which has "
-                    "lost it; slice flexdecode's mask instead, or set .mask_mod"
-                )
-        nQ = block_mask.kv_num_blocks.shape[-1]
-        q_len, kv_len = block_mask.seq_lengths
-        mask = cls.from_kv_blocks(
-            block_mask.kv_num_blocks,
-            block_mask.kv_indices,
-            block_mask.full_kv_num_blocks,
-            block_mask.full_kv_indices,
-            block_mask.BLOCK_SIZE,
-            rule,
-            (min(q_len, nQ * block_mask.BLOCK_SIZE[0]), kv_len),  # slices keep the old length
-            q_offset=0,
-        )
+        mask = cls.from_kv_blocks(*torch_arguments(block_mask), q_offset=0)
         return replace(mask, source="torch")
 
     # Tables, under torch's names.
@@ -293,6 +239,9 @@ class BlockMask:
             )
         return self.tables
 
+    def _sized_tables(self, wanted: str) -> Tables:
+        return replace(self._tables(wanted), num_kv_blocks=self._columns())
+
     def numel(self) -> int:
         """Count the elements of the dense mask."""
         self._tables("numel")
@@ -317,8 +266,7 @@ class BlockMask:
 
     def _states(self, wanted: str) -> Tensor:
         """State of every block: [B, H, nQ, nKV], uint8."""
-        tables = replace(self._tables(wanted), num_kv_blocks=self._columns())
-        states = self._expanded(table_states(tables))
+        states = self._expanded(table_states(self._sized_tables(wanted)))
         assert states is not None
         return states.contiguous()
 
@@ -497,21 +445,6 @@ class BlockMask:
 
     def __invert__(self) -> BlockMask:
         return combine(not_mask, self)
-
-    def _rule(self, problem: Problem | None) -> MaskRule:
-        """All that this mask says, as a predicate; without a call, for its own lengths."""
-        if self.rule_of_call is not None and problem is not None:
-            return self.rule_of_call(problem)
-        if self.source == "rule":
-            assert self.mask_mod is not None
-            return self.mask_mod
-        tables = replace(self._tables("combine"), num_kv_blocks=self._columns())
-        offset = self._static_offset() if self.q_offset is None else self.q_offset
-        sharing = 1
-        if problem is not None:
-            offset = offset_in(self, problem)
-            sharing = problem.Hq // max(tables.kv_num_blocks.shape[1], 1)
-        return membership(tables, self.mask_mod, offset, sharing)
 
     # Use.
 

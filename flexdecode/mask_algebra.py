@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from flexdecode.block_predicates import MaskRule, Pick, picked, with_rows
+from flexdecode.block_predicates import MaskRule, Pick, membership, picked, with_rows
 from flexdecode.mask_arguments import is_same, shown
+from flexdecode.mask_resolution import offset_in
 
 if TYPE_CHECKING:
     from flexdecode.block_mask import BlockMask
@@ -34,7 +35,7 @@ def combine(join: Callable[..., MaskRule], *operands: Any) -> BlockMask:
     host = max(masks, key=lambda mask: _AUTHORITY[mask.kind])
 
     def rule_of_call(problem: Problem | None) -> MaskRule:
-        return join(*(x._rule(problem) if _is_mask(x) else x for x in operands))
+        return join(*(_rule_of(x, problem) if _is_mask(x) else x for x in operands))
 
     offsets = [mask.q_offset for mask in masks if mask.q_offset is not None]
     for offset in offsets[1:]:
@@ -66,6 +67,22 @@ def combine(join: Callable[..., MaskRule], *operands: Any) -> BlockMask:
     if host.kv_capacity is None:
         return result
     return result._with_tables(host._tables("combine").kv_indices.device)
+
+
+def _rule_of(mask: BlockMask, problem: Problem | None) -> MaskRule:
+    """All that `mask` says, as a predicate; without a call, for its own lengths."""
+    if mask.rule_of_call is not None and problem is not None:
+        return mask.rule_of_call(problem)
+    if mask.source == "rule":
+        assert mask.mask_mod is not None
+        return mask.mask_mod
+    tables = mask._sized_tables("combine")
+    offset = mask._static_offset() if mask.q_offset is None else mask.q_offset
+    sharing = 1
+    if problem is not None:
+        offset = offset_in(mask, problem)
+        sharing = problem.Hq // max(tables.kv_num_blocks.shape[1], 1)
+    return membership(tables, mask.mask_mod, offset, sharing)
 
 
 def _is_mask(value: Any) -> bool:

@@ -15,7 +15,6 @@ __all__ = [
     "cdiv",
     "check_captures",
     "checked_device",
-    "checked_table",
     "count",
     "find_device",
     "is_same",
@@ -23,35 +22,6 @@ __all__ = [
     "shown",
     "token_count",
 ]
-
-
-def checked_table(
-    prefix: str, counts: Any, indices: Any, like: Tensor | None
-) -> tuple[int, int, int]:
-    """Check one pair of tables of `BlockMask.from_kv_blocks`; return ``B, H, nQ``."""
-    for name, table, dims in (("kv_num_blocks", counts, 3), ("kv_indices", indices, 4)):
-        if not isinstance(table, Tensor):
-            raise TypeError(f"{prefix}{name}: expected a Tensor, got {type(table).__name__}")
-        if table.is_floating_point() or table.is_complex() or table.dtype == torch.bool:
-            raise TypeError(f"{prefix}{name}: expected an integer tensor, got {table.dtype}")
-        if table.dim() != dims:
-            wanted = "[B, H, nQ]" if dims == 3 else "[B, H, nQ, C]"
-            raise ValueError(f"{prefix}{name}: expected shape {wanted}, got {list(table.shape)}")
-    wanted_shape = counts.shape if like is None else like.shape
-    device = counts.device if like is None else like.device
-    for name, table in (("kv_num_blocks", counts), ("kv_indices", indices)):
-        if table.shape[:3] != wanted_shape:
-            raise ValueError(
-                f"{prefix}{name}: expected first dims {list(wanted_shape)} to match "
-                f"kv_num_blocks, got shape {list(table.shape)}"
-            )
-        if table.device != device:
-            raise ValueError(
-                f"{prefix}{name}: expected device {device} to match kv_num_blocks, "
-                f"got {table.device}"
-            )
-    B, H, nQ = wanted_shape
-    return B, H, nQ
 
 
 def block_size(value: Any) -> tuple[int, int]:

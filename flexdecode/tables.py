@@ -45,7 +45,6 @@ __all__ = [
     "build_into",
     "build_tables",
     "cached_tables",
-    "check_numbers",
     "table_states",
     "tables_from_mask_states",
 ]
@@ -288,42 +287,6 @@ def table_states(tables: Tables) -> Tensor:
     if tables.full_kv_num_blocks is not None and tables.full_kv_indices is not None:
         _mark(states, tables.full_kv_num_blocks, tables.full_kv_indices, FULL)
     return states[..., :nKV].contiguous()
-
-
-def check_numbers(tables: Tables) -> None:
-    """Raise unless counts and block numbers are in range and no block is listed twice.
-
-    Raises
-    ------
-    ValueError
-    """
-    nKV = tables.num_kv_blocks
-    seen: list[Tensor] = []
-    for prefix, (counts, indices) in zip(("", "full_"), tables.pairs(), strict=False):
-        if counts.numel() == 0:
-            continue
-        width = indices.shape[-1]
-        low, high = int(counts.min()), int(counts.max())
-        if low < 0 or high > width:
-            raise ValueError(
-                f"{prefix}kv_num_blocks: expected counts in [0, {width}], the width of "
-                f"{prefix}kv_indices, got {low if low < 0 else high}"
-            )
-        listed = torch.arange(width, device=indices.device) < counts[..., None]
-        inside = indices >= 0 if nKV < 0 else (indices >= 0) & (indices < nKV)
-        if not bool((inside | ~listed).all()):
-            wrong = int(indices[listed & ~inside][0])
-            wanted = "numbers of at least 0" if nKV < 0 else f"numbers in [0, {nKV})"
-            raise ValueError(f"{prefix}kv_indices: expected {wanted}, got {wrong}")
-        # Every place that is not listed gets a number of its own.
-        places = sum(part.shape[-1] for part in seen)
-        spare = -1 - places - torch.arange(width, dtype=indices.dtype)
-        seen.append(torch.where(listed, indices, spare))
-    numbers = torch.cat(seen, -1).sort(-1).values if seen else torch.zeros(0, 1)
-    twice = numbers[..., 1:] == numbers[..., :-1]
-    if bool(twice.any()):
-        wrong = int(numbers[..., 1:][twice][0])
-        raise ValueError(f"kv_indices: expected each block once in a row, got {wrong} twice")
 
 
 def _mark(states: Tensor, counts: Tensor, indices: Tensor, value: int) -> None:

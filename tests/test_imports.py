@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "bench": "flexdecode console",
     "block_codes": "tables",
     "block_counts": "tables",
-    "block_mask": "block_counts block_predicates bound_mask explanation "
+    "block_mask": "block_counts block_predicates bound_mask explanation given_tables "
     "mask_algebra mask_arguments mask_pictures mask_resolution mods packed problem tables trace "
     "visualize",
     "block_predicates": "checks tables",
@@ -65,6 +65,7 @@ MAY_IMPORT = {
     "extent": "packed problem trace",
     "explanation": "api block_counts block_mask kernels.configs mods plan problem tables undecided "
     "workload",
+    "given_tables": "mask_arguments tables",
     "graph": "",
     "graph_text": "graph",
     "integrations": "",
@@ -81,7 +82,7 @@ MAY_IMPORT = {
     "interval_text": "codegen graph interval_rules",
     "intervals": "evaluate graph interval_rules proxies range_tables trace",
     "kernels": "kernels",
-    "mask_algebra": "block_predicates mask_arguments",
+    "mask_algebra": "block_predicates mask_arguments mask_resolution",
     "mask_arguments": "checks trace",
     "mask_creation": "block_mask block_predicates compiled_masks mask_arguments trace",
     "mask_pictures": "mask_arguments",
