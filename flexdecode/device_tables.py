@@ -289,10 +289,11 @@ def _positions(extent: Extent) -> dict[str, Any]:
 @functools.cache
 def _kernels() -> Any:
     """What needs Triton, imported once: every update asks for it."""
-    from flexdecode.codegen import Flavour, captures_moved, lower
+    from flexdecode.codegen import captures_moved, lower
     from flexdecode.interval_codegen import lower_intervals
     from flexdecode.kernels import interval_tables, tables
     from flexdecode.kernels.call import Mod
+    from flexdecode.mod_text import Flavour
 
     def lowered(mask: Traced, device: torch.device) -> tuple[Any, tuple[Any, ...]]:
         on_gpu = device.type == "cuda"

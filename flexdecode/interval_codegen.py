@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from flexdecode.codegen import POSITION_LIMIT, _Keyed, _Layout, _layout, compiled
+from flexdecode.codegen import Keyed, compiled
 from flexdecode.graph import COMPARISONS, Graph, Node, is_float
 from flexdecode.interval_numbers import NumberRules
 from flexdecode.interval_rules import LIMIT, LIMITS, NOTHING, POSITIONS, TRUTH_RULES
@@ -28,6 +28,7 @@ from flexdecode.interval_text import (
     PrintedTruth,
     PrintedValue,
 )
+from flexdecode.mod_text import POSITION_LIMIT, Layout, argument_kinds
 from flexdecode.trace import Traced
 
 __all__ = ["lower_intervals", "print_intervals"]
@@ -43,22 +44,17 @@ def lower_intervals(traced: Traced) -> Any:
     It takes the arguments that `codegen.lower` makes for the mask itself, and is the same object
     for every mask of this structure.
     """
-    wide, layouts = _kinds(traced)
-    return _function(traced.graph.key, wide, layouts, _Keyed(traced.graph))
+    wide, layouts = argument_kinds(traced)
+    return _function(traced.graph.key, wide, layouts, Keyed(traced.graph))
 
 
 def print_intervals(traced: Traced) -> str:
     """Return the text that `lower_intervals` compiles."""
-    return _IntervalPrinter(traced.graph, *_kinds(traced)).text()
-
-
-def _kinds(traced: Traced) -> tuple[tuple[bool, ...], tuple[_Layout, ...]]:
-    wide = tuple(not -POSITION_LIMIT <= p <= POSITION_LIMIT for p in traced.params)
-    return wide, tuple(map(_layout, traced.captures))
+    return _IntervalPrinter(traced.graph, *argument_kinds(traced)).text()
 
 
 @functools.lru_cache(maxsize=4096)
-def _function(key: str, wide: tuple[bool, ...], layouts: tuple[_Layout, ...], keyed: _Keyed) -> Any:
+def _function(key: str, wide: tuple[bool, ...], layouts: tuple[Layout, ...], keyed: Keyed) -> Any:
     printer = _IntervalPrinter(keyed.graph, wide, layouts)
     return compiled(printer.name, printer.text())
 
@@ -66,7 +62,7 @@ def _function(key: str, wide: tuple[bool, ...], layouts: tuple[_Layout, ...], ke
 class _IntervalPrinter(NumberRules):
     """Prints the interval program of one graph."""
 
-    def __init__(self, graph: Graph, wide: Sequence[bool], layouts: Sequence[_Layout]) -> None:
+    def __init__(self, graph: Graph, wide: Sequence[bool], layouts: Sequence[Layout]) -> None:
         super().__init__(graph, wide, layouts)
         self.values: dict[Node, PrintedValue] = {}
         self.name = f"{graph.name}_intervals"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from flexdecode.codegen import POSITION_LIMIT, _Layout, _Printer
 from flexdecode.graph import Graph
 from flexdecode.interval_rules import LIMIT, NOTHING, POSITIONS
+from flexdecode.mod_text import POSITION_LIMIT, Layout, ModPrinter
 
 __all__ = [
     "ASSUMED",
@@ -77,10 +77,10 @@ PrintedValue = PrintedNumber | PrintedTruth | None  # None: nothing is known
 UNKNOWN = PrintedTruth("False", "True", "False", "False")
 
 
-class IntervalText(_Printer):
+class IntervalText(ModPrinter):
     """Prints expressions, equal ones once, and collects what has to hold for them to be right."""
 
-    def __init__(self, graph: Graph, wide: Sequence[bool], layouts: Sequence[_Layout]) -> None:
+    def __init__(self, graph: Graph, wide: Sequence[bool], layouts: Sequence[Layout]) -> None:
         self.names: dict[str, str] = {}
         self.guards: dict[str, None] = {}
         super().__init__(graph, wide, layouts, "interpret")

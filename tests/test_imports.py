@@ -29,8 +29,8 @@ MAY_IMPORT = {
     "backends.cpu": "block_codes caches evaluate packed plan problem quantization "
     "rows softmax tables trace",
     "backends.reference": "caches evaluate packed problem quantization trace",
-    "backends.triton": "choices codegen device_tables kernels plan problem quantization tables "
-    "trace",
+    "backends.triton": "choices codegen device_tables kernels mod_text plan problem quantization "
+    "tables trace",
     "bench": "flexdecode console",
     "block_codes": "tables",
     "block_counts": "tables",
@@ -49,7 +49,7 @@ MAY_IMPORT = {
     "checks": "quantization",
     "choices": "kernels.configs",
     "closures": "mods operations",
-    "codegen": "graph kernels mods trace",
+    "codegen": "graph kernels mod_text trace",
     "compat": "api block_mask checks mask_creation merging mods",
     "compilation": "",
     "compiled": "api appending block_mask bound_mask checks closures graph_text mods packed "
@@ -57,7 +57,7 @@ MAY_IMPORT = {
     "console": "",
     "compiled_masks": "block_mask compiled mask_arguments mask_creation tables",
     "demo": "flexdecode console tables visualize",
-    "device_tables": "codegen interval_codegen kernels tables",
+    "device_tables": "codegen interval_codegen kernels mod_text tables",
     "distributed": "api block_mask bound_mask checks exchange merging mods placement quantization",
     "drawing": "",
     "evaluate": "graph operations proxies trace",
@@ -76,10 +76,11 @@ MAY_IMPORT = {
     "integrations.transformers.matrices": "integrations.transformers",
     "integrations.transformers.model_mask": "block_mask mask_creation",
     "integrations.transformers.restriction": "mods",
-    "interval_codegen": "codegen graph interval_numbers interval_rules interval_text trace",
+    "interval_codegen": "codegen graph interval_numbers interval_rules interval_text mod_text "
+    "trace",
     "interval_numbers": "interval_rules interval_text",
     "interval_rules": "graph",
-    "interval_text": "codegen graph interval_rules",
+    "interval_text": "graph interval_rules mod_text",
     "intervals": "evaluate graph interval_rules proxies range_tables trace",
     "kernels": "kernels",
     "mask_algebra": "block_predicates mask_arguments mask_resolution",
@@ -89,6 +90,7 @@ MAY_IMPORT = {
     "mask_resolution": "mask_arguments tables trace",
     "masks": "masks mods",
     "merging": "checks kernels",
+    "mod_text": "graph trace",
     "mods": "",
     "operations": "graph proxies",
     "ops": "api appending assembly backends mask_arguments quantization tables trace",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexdecode import choices
-from flexdecode.codegen import Flavour, captures_moved, lower
+from flexdecode.codegen import captures_moved, lower
 from flexdecode.device_tables import order_lists, unite_heads
 from flexdecode.kernels import launch
 from flexdecode.kernels.arguments import Arguments
@@ -18,6 +18,7 @@ from flexdecode.kernels.call import BlockTables, Codes, DecodeCall, Mod, format_
 from flexdecode.kernels.compiling import Wanted
 from flexdecode.kernels.devices import is_capturing
 from flexdecode.kernels.launch import Plan, decode, run_plan
+from flexdecode.mod_text import Flavour
 from flexdecode.plan import (
     Lists,
     choose_plan,
