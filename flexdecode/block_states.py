@@ -28,7 +28,8 @@ from flexdecode.block_elements import (
 )
 from flexdecode.evaluate import evaluate
 from flexdecode.extent import Extent
-from flexdecode.intervals import BlockAnalysis, Boxes
+from flexdecode.interval_values import Boxes
+from flexdecode.intervals import BlockAnalysis
 
 if TYPE_CHECKING:
     from flexdecode.trace import Traced

@@ -19,7 +19,7 @@ import torch
 from flexdecode.codegen import Keyed, compiled
 from flexdecode.graph import COMPARISONS, Graph, Node, is_float
 from flexdecode.interval_numbers import NumberRules
-from flexdecode.interval_rules import LIMIT, LIMITS, NOTHING, POSITIONS, TRUTH_RULES
+from flexdecode.interval_rules import TRUTH_RULES
 from flexdecode.interval_text import (
     UNKNOWN,
     ZERO,
@@ -28,6 +28,7 @@ from flexdecode.interval_text import (
     PrintedTruth,
     PrintedValue,
 )
+from flexdecode.interval_values import LIMIT, LIMITS, NOTHING, POSITIONS
 from flexdecode.mod_text import POSITION_LIMIT, Layout, argument_kinds
 from flexdecode.trace import Traced
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from flexdecode.interval_rules import LIMIT, LIMITS
 from flexdecode.interval_text import ASSUMED, ZERO, IntervalText, PrintedLinear, PrintedNumber
+from flexdecode.interval_values import LIMIT, LIMITS
 
 __all__ = ["NumberRules"]
 

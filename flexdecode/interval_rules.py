@@ -1,4 +1,4 @@
-"""What interval evaluation knows of a value, and what each operation does to it.
+"""What each operation does to what interval evaluation knows of its arguments.
 
 Every rule is sound: the range that it returns holds all values there are. A rule returns None
 where it has nothing to say. Integer rules check the bounds of their arguments first, in Python's
@@ -8,148 +8,37 @@ unbounded integers, so that no end can overflow.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flexdecode.graph import Node
+from flexdecode.interval_values import (
+    FLOAT32_MAX,
+    LIMIT,
+    NOTHING,
+    Boxes,
+    Linear,
+    Range,
+    Truth,
+    bounds,
+    spread,
+)
 
 __all__ = [
     "FLOAT_RULES",
     "INT_RULES",
     "LINEAR_RULES",
     "TRUTH_RULES",
-    "Boxes",
-    "Linear",
-    "Range",
-    "Truth",
+    "all_of",
+    "any_of",
+    "combine",
+    "linear_range",
+    "negated",
+    "rounded",
 ]
-
-LIMIT = 1 << 62  # bounds beyond it might overflow int64 on the way
-_FLOAT32_MAX = 3.4028234663852886e38
-LIMITS = {
-    "uint8": (0, 255),
-    "int8": (-(1 << 7), (1 << 7) - 1),
-    "int16": (-(1 << 15), (1 << 15) - 1),
-    "int32": (-(1 << 31), (1 << 31) - 1),
-    "int64": (-(1 << 63), (1 << 63) - 1),
-}
-NOTHING: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True, eq=False)
-class Boxes:
-    """N boxes; all fields are Tensor [N], int64; ends are inclusive.
-
-    Where every box has one query position, `q_hi` is the same object as `q_lo`, which the analysis
-    takes as a promise; likewise for keys.
-    """
-
-    b: Tensor
-    h: Tensor
-    q_lo: Tensor
-    q_hi: Tensor
-    kv_lo: Tensor
-    kv_hi: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class Truth:
-    """What is known of a boolean over each box: Tensors that broadcast to [N], bool.
-
-    Attributes
-    ----------
-    must : Tensor
-        Every element is True.
-    may : Tensor
-        An element can be True; False proves that none is.
-    seen, unseen : Tensor
-        Some element is proven True, proven False.
-    """
-
-    must: Tensor
-    may: Tensor
-    seen: Tensor
-    unseen: Tensor
-
-    @property
-    def exact(self) -> bool:
-        """True where each box holds one value only."""
-        return self.must is self.may
-
-
-@dataclass(frozen=True, eq=False)
-class Linear:
-    """``q * q_idx + kv * kv_idx + base``, in int64; `base` has one value a box."""
-
-    q: int
-    kv: int
-    base: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class Range:
-    """Range of a number over each box.
-
-    Attributes
-    ----------
-    lo, hi : Tensor, broadcast to [N], int64 or float64
-        One object where each box holds one value only.
-    low, high : int or float
-        Bounds over all boxes.
-    depends : frozenset of str
-        Positions that the value varies with inside a box.
-    attained : bool or Tensor [N]
-        Some element has the value `lo`, and some `hi`.
-    covers : bool
-        Every integer from `lo` to `hi` is some element's value.
-    linear : Linear, optional
-    nan : bool
-        Some element may be NaN; `lo` and `hi` are of the others.
-    """
-
-    lo: Tensor
-    hi: Tensor
-    low: float
-    high: float
-    depends: frozenset[str] = NOTHING
-    attained: bool | Tensor = False
-    covers: bool = False
-    linear: Linear | None = None
-    nan: bool = False
-
-    @property
-    def exact(self) -> bool:
-        """True where each box holds one value only."""
-        return self.lo is self.hi
-
-    @property
-    def finite(self) -> bool:
-        """True where no element can be infinite or NaN."""
-        return not self.nan and -_FLOAT32_MAX < self.low and self.high < _FLOAT32_MAX
-
-
-Value = Range | Truth
-
-
-POSITIONS = frozenset({"q_idx", "kv_idx"})
-COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
-
-
-def plain(value: Value) -> Tensor:
-    return value.must if isinstance(value, Truth) else value.lo
-
-
-def bounds(lo: Tensor, hi: Tensor) -> tuple[float, float]:
-    return lo.min().item(), hi.max().item()
-
-
-def spread(flag: bool | Tensor, like: Tensor) -> Tensor:
-    if isinstance(flag, Tensor):
-        return flag
-    return torch.full((), flag, dtype=torch.bool, device=like.device)
 
 
 def _both(first: bool | Tensor, second: bool | Tensor) -> bool | Tensor:
@@ -162,6 +51,7 @@ def _both(first: bool | Tensor, second: bool | Tensor) -> bool | Tensor:
 
 
 def all_of(x: Truth, y: Truth) -> Truth:
+    """``x & y``."""
     return Truth(
         x.must & y.must,
         x.may & y.may,
@@ -171,11 +61,13 @@ def all_of(x: Truth, y: Truth) -> Truth:
 
 
 def negated(x: Truth) -> Truth:
+    """``~x``; exact where `x` is."""
     must = ~x.may
     return Truth(must, must if x.exact else ~x.must, x.unseen, x.seen)
 
 
 def any_of(x: Truth, y: Truth) -> Truth:
+    """``x | y``."""
     return negated(all_of(negated(x), negated(y)))
 
 
@@ -197,11 +89,13 @@ TRUTH_RULES: dict[str, Callable[..., Truth]] = {
 
 
 def combine(x: Linear, y: Linear, sign: int) -> Linear:
+    """``x + sign * y``, with a sign of 1 or -1."""
     base = x.base + y.base if sign > 0 else x.base - y.base
     return Linear(x.q + sign * y.q, x.kv + sign * y.kv, base)
 
 
 def linear_range(form: Linear, boxes: Boxes) -> Range:
+    """Range of a linear form; its ends are attained."""
     lo = hi = form.base
     depends = []
     for name, factor, first, last in (
@@ -230,14 +124,11 @@ def _linear_sum(sign: int) -> Callable[[Range, Range], Linear | None]:
 
 
 def _linear_product(x: Range, y: Range) -> Linear | None:
-    if y.linear is None or x.linear is None:
-        return None
-    if not (y.exact and y.low == y.high):
-        x, y = y, x
-    if not (y.exact and y.low == y.high) or x.linear is None:
-        return None
-    factor = int(y.low)
-    return Linear(x.linear.q * factor, x.linear.kv * factor, x.linear.base * factor)
+    for form, number in ((x.linear, y), (y.linear, x)):
+        if form is not None and number.linear is not None and number.constant:
+            factor = int(number.low)
+            return Linear(form.q * factor, form.kv * factor, form.base * factor)
+    return None
 
 
 def _linear_negative(x: Range) -> Linear | None:
@@ -348,22 +239,20 @@ def _abs(x: Range) -> Range | None:
     return Range(lo, torch.maximum(*ends), 0, high, x.depends, attained, x.covers, nan=x.nan)
 
 
-def _minimum(x: Range, y: Range) -> Range | None:
-    lo, hi = torch.minimum(x.lo, y.lo), torch.minimum(x.hi, y.hi)
-    low, high = min(x.low, y.low), min(x.high, y.high)
-    depends, nan = x.depends | y.depends, x.nan or y.nan
-    return Range(lo, hi, low, high, depends, _apart(x, y), _one_covers(x, y), nan=nan)
+def _extreme(
+    of_tensors: Callable[[Tensor, Tensor], Tensor], of_numbers: Callable[[float, float], float]
+) -> Callable[[Range, Range], Range]:
+    def rule(x: Range, y: Range) -> Range:
+        lo, hi = of_tensors(x.lo, y.lo), of_tensors(x.hi, y.hi)
+        low, high = of_numbers(x.low, y.low), of_numbers(x.high, y.high)
+        covers = (x.covers and y.exact) or (y.covers and x.exact)
+        depends, nan = x.depends | y.depends, x.nan or y.nan
+        return Range(lo, hi, low, high, depends, _apart(x, y), covers, nan=nan)
+
+    return rule
 
 
-def _maximum(x: Range, y: Range) -> Range | None:
-    lo, hi = torch.maximum(x.lo, y.lo), torch.maximum(x.hi, y.hi)
-    low, high = max(x.low, y.low), max(x.high, y.high)
-    depends, nan = x.depends | y.depends, x.nan or y.nan
-    return Range(lo, hi, low, high, depends, _apart(x, y), _one_covers(x, y), nan=nan)
-
-
-def _one_covers(x: Range, y: Range) -> bool:
-    return (x.covers and y.exact) or (y.covers and x.exact)
+_minimum, _maximum = _extreme(torch.minimum, min), _extreme(torch.maximum, max)
 
 
 def _invert(x: Range) -> Range | None:
@@ -377,7 +266,7 @@ def _bit_and(x: Range, y: Range) -> Range | None:
         x, y = y, x
     if y.low < 0 or not _small(x, y):
         return None
-    if y.exact and y.low == y.high and (int(y.low) + 1) & int(y.low) == 0:
+    if y.constant and (int(y.low) + 1) & int(y.low) == 0:
         period = y.lo + 1  # ``x & (2 ** n - 1)`` is a remainder
         size = y.low + 1
         return _mod(x, Range(period, period, size, size, NOTHING, True, True))
@@ -401,7 +290,7 @@ def _bit_xor(x: Range, y: Range) -> Range | None:
 
 def _shift(up: bool) -> Callable[[Range, Range], Range | None]:
     def rule(x: Range, y: Range) -> Range | None:
-        if not (y.exact and y.low == y.high and 0 <= y.low < 62):
+        if not (y.constant and 0 <= y.low < 62):
             return None
         factor = torch.tensor(1 << int(y.low), device=x.lo.device)
         size = 1 << int(y.low)
@@ -412,7 +301,7 @@ def _shift(up: bool) -> Callable[[Range, Range], Range | None]:
 
 
 def _power(x: Range, y: Range) -> Range | None:
-    if not (y.exact and y.low == y.high and 0 <= y.low <= 62) or not _small(x):
+    if not (y.constant and 0 <= y.low <= 62) or not _small(x):
         return None
     exponent = int(y.low)
     if max(abs(x.low), abs(x.high)) ** exponent >= LIMIT:
@@ -458,8 +347,8 @@ def rounded(node: Node, found: Range, args: list[Range]) -> Range:
     lo = torch.where(lo.isnan(), -torch.inf, lo)
     hi = torch.where(hi.isnan(), torch.inf, hi)
     if node.dtype == "float32":
-        lo = torch.where(lo < -_FLOAT32_MAX, -torch.inf, lo)
-        hi = torch.where(hi > _FLOAT32_MAX, torch.inf, hi)
+        lo = torch.where(lo < -FLOAT32_MAX, -torch.inf, lo)
+        hi = torch.where(hi > FLOAT32_MAX, torch.inf, hi)
     attained = found.attained if node.op in _ROUNDING_FREE else False
     return Range(lo, hi, *bounds(lo, hi), found.depends, attained, nan=nan)
 

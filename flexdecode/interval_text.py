@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from flexdecode.graph import Graph
-from flexdecode.interval_rules import LIMIT, NOTHING, POSITIONS
+from flexdecode.interval_values import LIMIT, NOTHING, POSITIONS
 from flexdecode.mod_text import POSITION_LIMIT, Layout, ModPrinter
 
 __all__ = [
@@ -37,7 +37,7 @@ class PrintedLinear:
 
 @dataclass(frozen=True)
 class PrintedNumber:
-    """A printed `intervals.Range`: names of tensors [1] or [N], int64 or float64.
+    """A printed `interval_values.Range`: names of tensors [1] or [N], int64 or float64.
 
     `low` and `high` hold whatever the numbers of a call are; `attained` is the name of a boolean,
     or ``"True"`` or ``"False"``.
@@ -65,7 +65,7 @@ class PrintedNumber:
 
 @dataclass(frozen=True)
 class PrintedTruth:
-    """A printed `intervals.Truth`: names of booleans, ``"True"`` or ``"False"``."""
+    """A printed `interval_values.Truth`: names of booleans, ``"True"`` or ``"False"``."""
 
     must: str
     may: str

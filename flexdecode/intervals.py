@@ -23,37 +23,38 @@ import torch
 from torch import Tensor
 
 from flexdecode.evaluate import FUNCTIONS, load_elements
-from flexdecode.graph import Node, is_float
+from flexdecode.graph import COMPARISONS, Node, is_float
 from flexdecode.interval_rules import (
-    COMPARISONS,
     FLOAT_RULES,
     INT_RULES,
+    LINEAR_RULES,
+    TRUTH_RULES,
+    all_of,
+    any_of,
+    combine,
+    linear_range,
+    negated,
+    rounded,
+)
+from flexdecode.interval_values import (
     LIMIT,
     LIMITS,
-    LINEAR_RULES,
     NOTHING,
     POSITIONS,
-    TRUTH_RULES,
     Boxes,
     Linear,
     Range,
     Truth,
     Value,
-    all_of,
-    any_of,
     bounds,
-    combine,
-    linear_range,
-    negated,
     plain,
-    rounded,
     spread,
 )
 from flexdecode.proxies import TORCH_DTYPE
 from flexdecode.range_tables import RangeTable
 from flexdecode.trace import Traced
 
-__all__ = ["BlockAnalysis", "Boxes", "Range", "Truth"]
+__all__ = ["BlockAnalysis"]
 
 
 class BlockAnalysis:

@@ -11,7 +11,8 @@ from torch import Tensor
 from flexdecode.block_states import undecided_boxes
 from flexdecode.extent import Extent
 from flexdecode.graph import INFIX, Node, _text, walk
-from flexdecode.intervals import BlockAnalysis, Truth
+from flexdecode.interval_values import Truth
+from flexdecode.intervals import BlockAnalysis
 from flexdecode.trace import Traced
 
 __all__ = ["IntervalReport", "Undecided", "report_intervals"]

@@ -22,7 +22,8 @@ from flexdecode.block_elements import evaluated_states
 from flexdecode.block_states import PARTIAL, block_states, block_strips
 from flexdecode.evaluate import evaluate
 from flexdecode.extent import Extent
-from flexdecode.intervals import BlockAnalysis, Boxes, Range, Truth
+from flexdecode.interval_values import Boxes, Range, Truth
+from flexdecode.intervals import BlockAnalysis
 from flexdecode.range_tables import RangeTable
 from flexdecode.tables import build_tables, table_states
 from flexdecode.trace import trace
