@@ -1,21 +1,17 @@
-"""Merging attention over disjoint sets of keys, differentiably, on any device."""
+"""Merging attention over disjoint sets of keys: the calls, and what their arguments must be."""
 
 from __future__ import annotations
 
-import functools
-import os
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from flexdecode.checks import check_written
+from flexdecode.merge_backends import choose, merge_in_place, merge_torch, merge_triton
+from flexdecode.merge_operators import merge_operator, merge_operator_
 
 __all__ = ["merge_attentions", "merge_attentions_"]
-
-_MAX_PARTS = 16  # what one launch takes as a list
-_BACKENDS = ("auto", "triton", "torch")
 
 
 def merge_attentions(
@@ -101,17 +97,15 @@ def merge_attentions(
     _check_parts(outs, lses, stacked)
     if sinks is not None:
         _check_sinks(sinks, lses[0], stacked)
-    chosen = _choose(backend, outs[0])
-    if torch.compiler.is_compiling() or type(outs[0]) is not Tensor:
-        merged: tuple[Tensor, Tensor] = _op(outs, lses, sinks, stacked, backend)
-        return merged
-    if chosen == "torch":
-        return _merge_torch(outs, lses, sinks, stacked)
+    chosen = choose(backend, outs[0])
+    in_graph = torch.compiler.is_compiling() or type(outs[0]) is not Tensor
+    if chosen == "torch" and not in_graph:
+        return merge_torch(outs, lses, sinks, stacked)
     asked = (*outs, *lses) if sinks is None else (*outs, *lses, sinks)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in asked):
-        merged = _op(outs, lses, sinks, stacked, backend)
+    if in_graph or (torch.is_grad_enabled() and any(x.requires_grad for x in asked)):
+        merged: tuple[Tensor, Tensor] = merge_operator(outs, lses, sinks, stacked, backend)
         return merged
-    return _merge_triton(outs, lses, sinks, stacked)
+    return merge_triton(outs, lses, sinks, stacked)
 
 
 def merge_attentions_(
@@ -179,283 +173,12 @@ def merge_attentions_(
             )
     check_written("out", out)
     check_written("lse", lse)
-    chosen = _choose(backend, out)
+    chosen = choose(backend, out)
     if torch.compiler.is_compiling() or type(out) is not Tensor:
-        _op_in_place(out, lse, new_out, new_lse, backend)
+        merge_operator_(out, lse, new_out, new_lse, backend)
     else:
-        _merge_in_place(out, lse, new_out, new_lse, chosen)
+        merge_in_place(out, lse, new_out, new_lse, chosen)
     return out, lse
-
-
-# -- the sum itself ----
-
-
-def _merge_torch(
-    outs: Sequence[Tensor], lses: Sequence[Tensor], sinks: Tensor | None, stacked: bool
-) -> tuple[Tensor, Tensor]:
-    """Merge by torch's own operations: differentiable any number of times, under vmap too."""
-    values, scores, empty = _widened(outs, lses, sinks, stacked)
-    # Constants for the gradient: shifting by them changes no result. A row that is empty
-    # everywhere is shifted by 0, so that no -inf - -inf appears, forward or backward.
-    top = scores.detach().amax(0)
-    top = top.masked_fill(top == -torch.inf, 0.0)
-    weights = (scores.masked_fill(empty, 0.0) - top).exp().masked_fill(empty, 0.0)
-    nobody = empty.all(0)
-    total = weights.sum(0).masked_fill(nobody, 1.0)
-    # A sink's own value is nothing: the last weight has no term.
-    terms = (values * weights[: len(values)].unsqueeze(-1)).unbind(0)
-    out = functools.reduce(torch.add, terms) / total.unsqueeze(-1)
-    none = nobody if sinks is None else empty[:-1].all(0)
-    out = out.masked_fill(none.unsqueeze(-1), 0.0)
-    lse = (total.log() + top).masked_fill(nobody, -torch.inf)
-    return out.to(outs[0].dtype), lse.to(lses[0].dtype)
-
-
-def _merge_backward_torch(
-    outs: Sequence[Tensor],
-    lses: Sequence[Tensor],
-    sinks: Tensor | None,
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    stacked: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of all parts, stacked, and of the sinks [Hq]; differentiable itself."""
-    values, scores, empty = _widened(outs, lses, sinks, stacked)
-    parts = len(values)
-    lse = scores.masked_fill(empty, -torch.inf).logsumexp(0)
-    lse = lse.masked_fill(empty.all(0), 0.0)
-    weights = (scores.masked_fill(empty, 0.0) - lse).exp().masked_fill(empty, 0.0)
-    grad_out, grad_lse = grad_out.to(scores.dtype), grad_lse.to(scores.dtype)
-    slopes = (values * grad_out).sum(-1)
-    mean = (slopes * weights[:parts]).sum(0)
-    grad_outs = (weights[:parts].unsqueeze(-1) * grad_out).masked_fill(
-        empty[:parts].unsqueeze(-1), 0.0
-    )
-    grad_lses = (weights[:parts] * (slopes + grad_lse - mean)).masked_fill(empty[:parts], 0.0)
-    grad_sinks = scores.new_zeros(0)
-    if sinks is not None:
-        rows = (weights[-1] * (grad_lse - mean)).masked_fill(empty[-1], 0.0)
-        grad_sinks = rows.sum(-1).reshape(-1, len(sinks)).sum(0).to(sinks.dtype)
-    return grad_outs.to(outs[0].dtype), grad_lses.to(lses[0].dtype), grad_sinks
-
-
-def _widened(
-    outs: Sequence[Tensor], lses: Sequence[Tensor], sinks: Tensor | None, stacked: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Values of the parts, scores of the parts and of the sink, and which of them are empty."""
-    out, score = (outs[0], lses[0]) if stacked else (torch.stack([*outs]), torch.stack([*lses]))
-    wide = torch.promote_types(torch.promote_types(out.dtype, score.dtype), torch.float32)
-    score = score.to(wide)
-    # Out of an empty part comes nothing, not even a NaN times 0; -0.0 is what adds nothing to -0.0.
-    values = out.to(wide).masked_fill((score == -torch.inf).unsqueeze(-1), -0.0)
-    if sinks is not None:
-        sink = sinks.to(wide).unsqueeze(-1).expand(score.shape[1:])
-        score = torch.cat([score, sink.unsqueeze(0)])
-    return values, score, score == -torch.inf
-
-
-def _merge_triton(
-    outs: Sequence[Tensor],
-    lses: Sequence[Tensor],
-    sinks: Tensor | None,
-    stacked: bool,
-) -> tuple[Tensor, Tensor]:
-    from flexdecode.kernels.merge import launch_merge
-
-    out, lse = _new_results(outs[0], lses[0], stacked)
-    while not stacked and len(outs) > _MAX_PARTS:
-        # A tree: each group becomes one wide part, and no group is read twice.
-        wide = torch.promote_types(torch.promote_types(out.dtype, lse.dtype), torch.float32)
-        groups = range(0, len(outs), _MAX_PARTS)
-        states = out.new_empty((len(groups), *out.shape), dtype=wide)
-        totals = lse.new_empty((len(groups), *lse.shape), dtype=wide)
-        for first, state, total in zip(groups, states, totals, strict=True):
-            piece = slice(first, first + _MAX_PARTS)
-            launch_merge(outs[piece], lses[piece], None, state, total, stacked=False)
-        outs, lses, stacked = [states], [totals], True
-    launch_merge(outs, lses, sinks, out, lse, stacked=stacked)
-    return out, lse
-
-
-def _merge_in_place(
-    out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor, chosen: str
-) -> None:
-    if chosen == "triton":
-        from flexdecode.kernels.merge import launch_merge
-
-        target = out if out.stride(-1) == 1 else out.contiguous()
-        launch_merge([target, new_out], [lse, new_lse], None, target, lse, stacked=False)
-        if target is not out:
-            out.copy_(target)
-        return
-    wide = torch.promote_types(out.dtype, new_out.dtype)
-    wide_lse = torch.promote_types(lse.dtype, new_lse.dtype)
-    merged = _merge_torch(
-        [out.to(wide), new_out.to(wide)], [lse.to(wide_lse), new_lse.to(wide_lse)], None, False
-    )
-    out.copy_(merged[0])
-    lse.copy_(merged[1])
-
-
-def _new_results(out: Tensor, lse: Tensor, stacked: bool) -> tuple[Tensor, Tensor]:
-    first = 1 if stacked else 0
-    return out.new_empty(out.shape[first:]), lse.new_empty(lse.shape[first:])
-
-
-def _choose(backend: str, like: Tensor) -> str:
-    if backend not in _BACKENDS:
-        raise ValueError(f"backend: expected one of {', '.join(_BACKENDS)}, got {backend!r}")
-    if backend == "auto":
-        return "triton" if like.is_cuda else "torch"
-    if backend == "triton" and not like.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(
-            f"backend: expected 'auto' or 'torch' for tensors on {like.device}, got 'triton' (it "
-            "takes CPU tensors only under TRITON_INTERPRET=1)"
-        )
-    return backend
-
-
-# -- the same as operators that a graph can hold ----
-
-
-@torch.library.custom_op(
-    "flexdecode::merge",
-    mutates_args=(),
-    schema="(Tensor[] outs, Tensor[] lses, Tensor? sinks, bool stacked, str backend) "
-    "-> (Tensor, Tensor)",
-)
-def _op(
-    outs: Sequence[Tensor],
-    lses: Sequence[Tensor],
-    sinks: Tensor | None,
-    stacked: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    if _choose(backend, outs[0]) == "triton":
-        return _merge_triton(outs, lses, sinks, stacked)
-    out, lse = _merge_torch(outs, lses, sinks, stacked)
-    return out.contiguous(), lse.contiguous()
-
-
-@_op.register_fake
-def _(
-    outs: Sequence[Tensor],
-    lses: Sequence[Tensor],
-    sinks: Tensor | None,
-    stacked: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    return _new_results(outs[0], lses[0], stacked)
-
-
-@torch.library.custom_op(
-    "flexdecode::merge_backward",
-    mutates_args=(),
-    schema="(Tensor[] outs, Tensor[] lses, Tensor? sinks, Tensor grad_out, Tensor grad_lse, "
-    "bool stacked, str backend) -> (Tensor, Tensor, Tensor)",
-)
-def _op_backward(
-    outs: Sequence[Tensor],
-    lses: Sequence[Tensor],
-    sinks: Tensor | None,
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    stacked: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    if _choose(backend, outs[0]) == "torch":
-        grads = _merge_backward_torch(outs, lses, sinks, grad_out, grad_lse, stacked)
-        return grads[0].contiguous(), grads[1].contiguous(), grads[2].contiguous()
-    from flexdecode.kernels.merge import launch_merge_backward
-
-    if not stacked and len(outs) > _MAX_PARTS:
-        outs, lses, stacked = [torch.stack([*outs])], [torch.stack([*lses])], True
-    grad_outs, grad_lses, grad_sinks = _new_grads(outs, lses, sinks, stacked)
-    wide = torch.promote_types(torch.promote_types(outs[0].dtype, lses[0].dtype), torch.float32)
-    rows = None if sinks is None else lses[0].new_empty(grad_lse.shape, dtype=wide)
-    launch_merge_backward(
-        outs,
-        lses,
-        sinks,
-        grad_out.contiguous(),
-        grad_lse.contiguous(),
-        grad_outs,
-        grad_lses,
-        rows,
-        stacked=stacked,
-    )
-    if sinks is not None and rows is not None:
-        grad_sinks = rows.sum(-1).reshape(-1, len(sinks)).sum(0).to(sinks.dtype)
-    return grad_outs, grad_lses, grad_sinks
-
-
-@_op_backward.register_fake
-def _(
-    outs: Sequence[Tensor],
-    lses: Sequence[Tensor],
-    sinks: Tensor | None,
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    stacked: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _new_grads(outs, lses, sinks, stacked)
-
-
-def _new_grads(
-    outs: Sequence[Tensor], lses: Sequence[Tensor], sinks: Tensor | None, stacked: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    count = () if stacked else (len(outs),)
-    grad_outs = outs[0].new_empty((*count, *outs[0].shape))
-    grad_lses = lses[0].new_empty((*count, *lses[0].shape))
-    grad_sinks = lses[0].new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
-    return grad_outs, grad_lses, grad_sinks
-
-
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    outs, lses, sinks, ctx.stacked, ctx.backend = inputs
-    ctx.parts, ctx.sinks = len(outs), sinks is not None
-    ctx.save_for_backward(*outs, *lses, *([] if sinks is None else [sinks]))
-
-
-def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> Any:
-    saved = list(ctx.saved_tensors)
-    sinks = saved.pop() if ctx.sinks else None
-    outs, lses = saved[: ctx.parts], saved[ctx.parts :]
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
-        grads = _merge_backward_torch(outs, lses, sinks, grad_out, grad_lse, ctx.stacked)
-    else:
-        grads = _op_backward(outs, lses, sinks, grad_out, grad_lse, ctx.stacked, ctx.backend)
-    grad_outs, grad_lses, grad_sinks = grads
-    if ctx.stacked:
-        return [grad_outs], [grad_lses], None if sinks is None else grad_sinks, None, None
-    return (
-        list(grad_outs.unbind(0)),
-        list(grad_lses.unbind(0)),
-        None if sinks is None else grad_sinks,
-        None,
-        None,
-    )
-
-
-_op.register_autograd(_backward, setup_context=_save)
-
-
-@torch.library.custom_op(
-    "flexdecode::merge_",
-    mutates_args=("out", "lse"),
-    schema="(Tensor(a!) out, Tensor(b!) lse, Tensor new_out, Tensor new_lse, str backend) -> ()",
-)
-def _op_in_place(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor, backend: str) -> None:
-    _merge_in_place(out, lse, new_out, new_lse, _choose(backend, out))
-
-
-@_op_in_place.register_fake
-def _(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor, backend: str) -> None:
-    return None
-
-
-# -- checks ----
 
 
 def _listed(name: str, parts: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
