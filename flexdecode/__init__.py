@@ -15,7 +15,8 @@ from flexdecode.explanation import Explanation, explain
 from flexdecode.mask_creation import create_block_mask
 from flexdecode.merging import merge_attentions, merge_attentions_
 from flexdecode.mods import and_masks, mask_mod, not_mask, or_masks
-from flexdecode.quantization import QuantizedTensor, dequantize, quantize
+from flexdecode.quantization import dequantize, quantize
+from flexdecode.quantized_tensor import QuantizedTensor
 
 __all__ = [
     "AuxOutput",

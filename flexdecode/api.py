@@ -19,7 +19,8 @@ from flexdecode.mask_resolution import ResolvedMask
 from flexdecode.ops import is_transformed
 from flexdecode.packed import PackedQueries, tile_size
 from flexdecode.problem import Problem, Request
-from flexdecode.quantization import QuantizedTensor, with_scales
+from flexdecode.quantization import with_scales
+from flexdecode.quantized_tensor import QuantizedTensor
 from flexdecode.repeats import Signature, remember, run_again, sign
 from flexdecode.trace import trace
 

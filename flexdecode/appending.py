@@ -10,7 +10,8 @@ from torch import Tensor
 from flexdecode import checks
 from flexdecode.backends import choose_backend
 from flexdecode.kernels.devices import on_device
-from flexdecode.quantization import QuantizedTensor, has_scales_to_write, stored_like
+from flexdecode.quantized_tensor import QuantizedTensor
+from flexdecode.stored_rows import has_scales_to_write, stored_like
 
 __all__ = ["append_kv"]
 

@@ -19,7 +19,7 @@ from flexdecode.block_mask import BlockMask
 from flexdecode.bound_mask import BoundMask
 from flexdecode.graph_text import graph_from_text
 from flexdecode.packed import PackedQueries
-from flexdecode.quantization import QuantizedTensor
+from flexdecode.quantized_tensor import QuantizedTensor
 from flexdecode.tables import Tables
 from flexdecode.trace import Traced, TracedRule
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from flexdecode.quantization import QuantizedTensor
+from flexdecode.quantized_tensor import QuantizedTensor
 
 if TYPE_CHECKING:
     from flexdecode.problem import Problem

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexdecode.quantization import QuantizedTensor
+from flexdecode.quantized_tensor import QuantizedTensor
 
 __all__ = [
     "as_int",

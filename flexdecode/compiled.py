@@ -25,7 +25,7 @@ from flexdecode.closures import Paths, follow
 from flexdecode.graph_text import graph_to_text
 from flexdecode.mods import MaskMod
 from flexdecode.packed import PackedQueries
-from flexdecode.quantization import QuantizedTensor
+from flexdecode.quantized_tensor import QuantizedTensor
 from flexdecode.tables import Tables
 from flexdecode.trace import Kind, find_sources
 

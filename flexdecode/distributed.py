@@ -28,7 +28,7 @@ from flexdecode.placement import (
 if TYPE_CHECKING:
     from flexdecode.bound_mask import BoundMask
     from flexdecode.mods import ScoreMod
-    from flexdecode.quantization import QuantizedTensor
+    from flexdecode.quantized_tensor import QuantizedTensor
 
 __all__ = ["Interleaved", "attention", "bind", "locate"]
 

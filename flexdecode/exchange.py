@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from flexdecode.quantization import QuantizedTensor
+    from flexdecode.quantized_tensor import QuantizedTensor
 
 __all__ = ["check_ranks", "exchange", "rank_of"]
 

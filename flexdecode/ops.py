@@ -20,7 +20,7 @@ from torch import Tensor
 from flexdecode.assembly import assemble, assemble_operands, parse
 from flexdecode.backends import load_backend
 from flexdecode.mask_arguments import check_captures, find_device
-from flexdecode.quantization import QuantizedTensor
+from flexdecode.quantized_tensor import QuantizedTensor
 from flexdecode.tables import Extent, build_tables
 from flexdecode.trace import Traced
 

@@ -17,7 +17,7 @@ from flexdecode.mask_creation import create_block_mask
 
 if TYPE_CHECKING:
     from flexdecode.mods import ScoreMod
-    from flexdecode.quantization import QuantizedTensor
+    from flexdecode.quantized_tensor import QuantizedTensor
 
 __all__ = [
     "Interleaved",

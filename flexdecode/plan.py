@@ -13,7 +13,8 @@ from flexdecode import choices
 from flexdecode.kernels import configs
 from flexdecode.kernels.call import is_within
 from flexdecode.kernels.layout import fair_items
-from flexdecode.quantization import QuantizedTensor, row_bytes
+from flexdecode.quantization import row_bytes
+from flexdecode.quantized_tensor import QuantizedTensor
 
 if TYPE_CHECKING:
     from flexdecode.kernels.call import BlockTables

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from flexdecode.mask_resolution import ResolvedMask
     from flexdecode.packed import PackedQueries
-    from flexdecode.quantization import QuantizedTensor
+    from flexdecode.quantized_tensor import QuantizedTensor
     from flexdecode.trace import Traced
 
 __all__ = ["Problem", "Request", "Result"]

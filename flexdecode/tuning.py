@@ -28,7 +28,7 @@ from flexdecode.plan import TUNABLE, device_of, is_invariant, lists_of, plan_by_
 if TYPE_CHECKING:
     from flexdecode.choices import Key
     from flexdecode.problem import Request, Result
-    from flexdecode.quantization import QuantizedTensor
+    from flexdecode.quantized_tensor import QuantizedTensor
 
 __all__ = ["TUNABLE", "Trial", "TuningReport", "clear", "load", "neighbours", "save", "tune"]
 

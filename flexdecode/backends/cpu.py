@@ -29,7 +29,8 @@ from flexdecode.caches import Cache, CachePart
 from flexdecode.evaluate import evaluate
 from flexdecode.packed import run_by_runs
 from flexdecode.problem import Request, Result
-from flexdecode.quantization import QuantizedTensor, as_tensor
+from flexdecode.quantization import as_tensor
+from flexdecode.quantized_tensor import QuantizedTensor
 from flexdecode.rows import Allowed, Places, Rows, Uncut, scored
 from flexdecode.softmax import State, attended
 from flexdecode.tables import FULL, PARTIAL

@@ -15,7 +15,8 @@ from flexdecode.caches import Cache
 from flexdecode.evaluate import evaluate
 from flexdecode.packed import run_by_runs
 from flexdecode.problem import Problem, Request, Result
-from flexdecode.quantization import QuantizedTensor, as_tensor
+from flexdecode.quantization import as_tensor
+from flexdecode.quantized_tensor import QuantizedTensor
 
 __all__ = ["run"]
 

@@ -27,7 +27,7 @@ from flexdecode.plan import (
     length_bucket,
 )
 from flexdecode.problem import Problem, Request, Result
-from flexdecode.quantization import QuantizedTensor
+from flexdecode.quantized_tensor import QuantizedTensor
 from flexdecode.tables import Tables
 from flexdecode.trace import Traced
 
