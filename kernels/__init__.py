@@ -1,7 +1,8 @@
 """Triton kernels. Import as ``flexdecode.kernels``.
 
 Read `decode` first (the legend, the kernel), `attend` (its loop), `tiles`, `worklist`, `reduce`;
-`pages` and `quantized` say where and what the keys of other caches are;
+`pages` says where the keys of other caches are, `quantized` (with `codes`, `coefficients`,
+`pieces`, `float8`) what is done with codes;
 `tables` and `interval_tables` build block tables, `launch` turns a call into launches, `compiling`
 compiles them side by side (`ahead`: even later ones), `triton_key` remembers Triton's hash,
 `configs` chooses tiles; `merge` joins whole calls; `append`, with `rotary` and `quantize_rows`,

@@ -183,7 +183,7 @@ def _append_kernel(
     PAGE_SIZE: tl.constexpr,  # or 0
     ROTARY: tl.constexpr,  # columns of keys that are rotated, from the first on
     INTERLEAVED: tl.constexpr,
-    K_FORMAT: tl.constexpr,  # see `flexdecode.kernels.quantized`; "" is not quantised
+    K_FORMAT: tl.constexpr,  # see `flexdecode.kernels.codes`; "" is not quantised
     K_COEFFICIENTS: tl.constexpr,
     K_GROUPS: tl.constexpr,
     V_FORMAT: tl.constexpr,

@@ -11,17 +11,11 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from flexdecode.kernels.codes import value_dtype
+from flexdecode.kernels.coefficients import coefficients_at, load_scales
+from flexdecode.kernels.float8 import accumulate_float8, float8_pointer, suits_float8
 from flexdecode.kernels.pages import Unit, find_pages, key_rows
-from flexdecode.kernels.quantized import (
-    accumulate_float8,
-    accumulate_quantized,
-    coefficients_at,
-    float8_pointer,
-    load_scales,
-    quantized_scores,
-    suits_float8,
-    value_dtype,
-)
+from flexdecode.kernels.quantized import accumulate_quantized, quantized_scores
 from flexdecode.kernels.tiles import (
     LOG2E,
     accumulate_pieces,
@@ -67,7 +61,7 @@ class Cache(NamedTuple):
     stride_n: tl.tensor
     stride_d: tl.tensor
     coefficients: tl.tuple | None  # from `coefficients_of`
-    FORMAT: tl.constexpr  # where quantised, see `flexdecode.kernels.quantized`; or ""
+    FORMAT: tl.constexpr  # where quantised, see `flexdecode.kernels.codes`; or ""
     COEFFICIENTS: tl.constexpr
     GROUPS: tl.constexpr
     DIM: tl.constexpr

@@ -87,7 +87,7 @@ class Codes:
     Attributes
     ----------
     format : str
-        "e4m3", "e5m2", "int8", "int4" or "int4_rows", see `flexdecode.kernels.quantized`.
+        "e4m3", "e5m2", "int8", "int4" or "int4_rows", see `flexdecode.kernels.codes`.
     kind : str
         Of the coefficients: "words", "scales", "head" or "".
     groups : int

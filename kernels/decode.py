@@ -19,20 +19,16 @@ import triton
 import triton.language as tl
 
 from flexdecode.kernels.attend import Cache, Mode, Mods, Share, Tile, attend
+from flexdecode.kernels.codes import grain, value_dtype
+from flexdecode.kernels.coefficients import coefficients_of, is_by_row
+from flexdecode.kernels.float8 import float8_pointer, suits_float8
 from flexdecode.kernels.pages import Pages, lie_of_units
+from flexdecode.kernels.pieces import load_columns, store_columns
 from flexdecode.kernels.quantized import (
-    coefficients_of,
     decode_queries,
     finish_output,
-    float8_pointer,
-    grain,
-    is_by_row,
     lift_queries,
-    load_columns,
-    store_columns,
-    suits_float8,
     sum_groups,
-    value_dtype,
     zero_output,
 )
 from flexdecode.kernels.tiles import (
@@ -225,7 +221,7 @@ def _decode_kernel(
     ALIGN_Q: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     Q_FORMAT: tl.constexpr,
-    K_FORMAT: tl.constexpr,  # of quantised keys, see `flexdecode.kernels.quantized`; or ""
+    K_FORMAT: tl.constexpr,  # of quantised keys, see `flexdecode.kernels.codes`; or ""
     K_COEFFICIENTS: tl.constexpr,
     K_GROUPS: tl.constexpr,
     V_FORMAT: tl.constexpr,

@@ -8,13 +8,13 @@ is followed by hand, since devices differ in what they take for the maximum of i
 
 A row is read as *pieces*, tiles whose columns share the units that are stored: the four nibbles of
 int4, or the bytes themselves. Rows of a tile are heads times groups. Formats and coefficients are
-named as in `flexdecode.kernels.quantized`.
+named as in `flexdecode.kernels.codes`.
 """
 
 import triton
 import triton.language as tl
 
-from flexdecode.kernels.quantized import is_int4
+from flexdecode.kernels.codes import is_int4
 from flexdecode.kernels.rotary import load_rotated
 from flexdecode.kernels.tiles import loop_bound
 

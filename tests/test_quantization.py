@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexdecode import QuantizedTensor, dequantize, quantize
-from flexdecode.kernels.quantized import decode, grain, lift
+from flexdecode.kernels.codes import decode, grain, lift
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
