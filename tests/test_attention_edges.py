@@ -16,7 +16,7 @@ from tests.backend_cases import BACKENDS, BOTH, Backend, check, every_backend
 from tests.helpers import assert_within, dense_attention, random_inputs
 
 CPU = BACKENDS[0]
-POISON = [torch.nan, torch.inf, -torch.inf, torch.finfo(torch.float32).max]
+POISON = torch.tensor([torch.nan, torch.inf, -torch.inf, torch.finfo(torch.float32).max])
 
 
 @every_backend
@@ -52,7 +52,7 @@ def late(b, h, q_idx, kv_idx):  # row 299 has its first key two blocks after its
 @every_backend
 @pytest.mark.parametrize("rule", [nothing, never, one_row_of_many, late], ids=lambda f: f.__name__)
 def test_fc33_fully_masked_rows(backend: Backend, rule: Any) -> None:
-    q, k, v = random_inputs(2, 4, 2, 4, 300, 16)
+    q, k, v = random_inputs(2, 2, 1, 4, 300, 16)
     if rule is never:
         rule = never(torch.ones(300, dtype=torch.bool, device=backend.device))
     for size in (16, 128):
@@ -63,30 +63,30 @@ def test_fc33_fully_masked_rows(backend: Backend, rule: Any) -> None:
 
 
 @every_backend
-@pytest.mark.parametrize("splits", [None, 1, 2, 7])
+@pytest.mark.parametrize("splits", [None, 1, 7])
 def test_fc34_lse_is_natural_and_exact(backend: Backend, splits: int | None) -> None:
     k, v = (x.to(backend.device) for x in random_inputs(1, 2, 2, 1, 100, 16)[1:])
     q = torch.zeros(1, 2, 1, 16, device=backend.device)
     options = None if splits is None else {"num_splits": splits}
-    for n in (1, 2, 3, 100):
-        for grad in (True, False):
-            with torch.set_grad_enabled(grad):
-                _, aux = attention(
-                    q, k, v, kv_len=n, return_aux=BOTH, backend=backend.name, kernel_options=options
-                )
-            exact = torch.full_like(aux.lse, math.log(n))
-            torch.testing.assert_close(aux.lse, exact, rtol=2e-7, atol=0)
-            assert (aux.max_scores == 0).all()
+    for n, grad in ((1, True), (2, False), (3, False), (100, False), (100, True)):
+        with torch.set_grad_enabled(grad):
+            _, aux = attention(
+                q, k, v, kv_len=n, return_aux=BOTH, backend=backend.name, kernel_options=options
+            )
+        exact = torch.full_like(aux.lse, math.log(n))
+        torch.testing.assert_close(aux.lse, exact, rtol=2e-7, atol=0)
+        assert (aux.max_scores == 0).all()
 
 
 @every_backend
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # NumPy, interpreting
-@pytest.mark.parametrize("poison", POISON, ids=str)
-def test_fc38_unused_slots_change_no_bit(backend: Backend, poison: float) -> None:
+def test_fc38_unused_slots_change_no_bit(backend: Backend) -> None:
+    """Unused slots hold NaN, infinities and the largest number in turn."""
+    poison = POISON.repeat(32)[:, None]
     kv_len = torch.tensor([32, 64, 96, 48])
     holes = torch.zeros(128, dtype=torch.long)
     holes[40:60] = 1
-    q, k, v = random_inputs(4, 4, 2, 3, 128, 16)
+    q, k, v = random_inputs(4, 2, 1, 3, 128, 16)
     starts = (kv_len - 3)[:, None]
     for mask, used in (
         (None, torch.arange(128) < kv_len[:, None]),
@@ -103,7 +103,7 @@ def test_fc38_unused_slots_change_no_bit(backend: Backend, poison: float) -> Non
         for x in (k, v):
             unused = ~used[:, None, :, None].expand(x.shape)
             clean.append(x.masked_fill(unused, 0.0))
-            dirty.append(x.masked_fill(unused, poison))
+            dirty.append(torch.where(unused, poison, x))
         for size in (16, 128):
             right, right_aux = check(backend, q, *clean, mask=mask, BLOCK_SIZE=size, kv_len=kv_len)
             found, aux = attention(
@@ -161,7 +161,7 @@ def test_fc44_scores_are_float32_inside_the_mod(backend: Backend, dtype: torch.d
 
 
 @every_backend
-@pytest.mark.parametrize("splits", [1, 2, 7])
+@pytest.mark.parametrize("splits", [1, 7])
 def test_fc47_a_sink_joins_once(backend: Backend, splits: int) -> None:
     q, k, v = random_inputs(2, 4, 2, 2, 300, 16)
     sinks = torch.tensor([0.5, -1.0, 3.0, -torch.inf])
@@ -180,7 +180,7 @@ def test_fc47_a_sink_joins_once(backend: Backend, splits: int) -> None:
 
 
 @every_backend
-@pytest.mark.parametrize("splits", [1, 2, 7])
+@pytest.mark.parametrize("splits", [2, 7])
 def test_a_bias_of_any_strides_joins_every_split(backend: Backend, splits: int) -> None:
     q, k, v = random_inputs(2, 4, 2, 3, 300, 16)
     draw = torch.randn(2, 4, 3, 600, generator=torch.Generator().manual_seed(1))
@@ -208,7 +208,7 @@ def test_a_bias_of_any_strides_joins_every_split(backend: Backend, splits: int) 
 
 @every_backend
 def test_fc51_seventy_thousand_sequences_of_one_key(backend: Backend) -> None:
-    B = 70_000 if not backend.slow else 20  # the limit is the hardware's, not the interpreter's
+    B = 70_000 if not backend.slow else 6  # the limit is the hardware's, not the interpreter's
     q, k, v = (x.to(backend.device) for x in random_inputs(B, 1, 1, 1, 1, 16))
     assert torch.equal(attention(q, k, v, backend=backend.name), v)
     kv_len = torch.arange(B, device=backend.device) % 2
@@ -247,15 +247,14 @@ LAYOUTS = {
 
 
 @every_backend
-@pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_fc67_any_strides(backend: Backend, layout: str) -> None:
+@pytest.mark.parametrize("kv_len", [None, torch.tensor([100, 60, 3])], ids=["whole", "ragged"])
+def test_fc67_any_strides(backend: Backend, kv_len: torch.Tensor | None) -> None:
     q, k, v = random_inputs(3, 4, 2, 2, 100, 16)
-    changed = [LAYOUTS[layout](x) for x in (q, k, v)]
-    assert not changed[1].is_contiguous()
-    kv_len = torch.tensor([100, 60, 3])
-    for call in ({}, {"kv_len": kv_len}):
-        right, _ = check(backend, q, k, v, mask=causal, **call)
-        found, _ = check(backend, *changed, mask=causal, **call)
+    right, _ = check(backend, q, k, v, mask=causal, kv_len=kv_len)
+    for layout in LAYOUTS.values():
+        changed = [layout(x) for x in (q, k, v)]
+        assert not changed[1].is_contiguous()
+        found, _ = check(backend, *changed, mask=causal, kv_len=kv_len)
         torch.testing.assert_close(found, right, rtol=1e-6, atol=1e-6)
         assert found.is_contiguous()
 
@@ -439,13 +438,13 @@ def test_values_within_the_keys(D: int, Dv: int) -> None:
     backend = BACKENDS[-1]
     at = torch.Generator().manual_seed(D + Dv)
     q = torch.randn(2, 4, 2, D, generator=at).to(backend.device)
-    k = torch.randn(2, 1, 150, D, generator=at).to(backend.device)
-    kv_len = torch.tensor([150, 61], device=backend.device)
+    k = torch.randn(2, 1, 100, D, generator=at).to(backend.device)
+    kv_len = torch.tensor([100, 41], device=backend.device)
     mask = create_block_mask(lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (kv_idx % 7 != h))
+    within = k[..., :Dv]
     for block_mask in (None, mask):
-        for _ in range(2):
-            arguments: dict[str, Any] = {"kv_len": kv_len, "block_mask": block_mask}
-            wanted = attention(q, k, k[..., :Dv], **arguments, backend="reference")
-            for v in (k[..., :Dv], k[..., :Dv].contiguous()):
-                out = attention(q, k, v, **arguments, backend=backend.name)
-                torch.testing.assert_close(out, wanted, atol=2e-5, rtol=2e-5)
+        arguments: dict[str, Any] = {"kv_len": kv_len, "block_mask": block_mask}
+        wanted = attention(q, k, within, **arguments, backend="reference")
+        for v in (within, within.contiguous(), *([within] if block_mask is not None else [])):
+            out = attention(q, k, v, **arguments, backend=backend.name)
+            torch.testing.assert_close(out, wanted, atol=2e-5, rtol=2e-5)
