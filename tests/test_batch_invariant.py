@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flexdecode import AuxRequest, BlockMask, attention, create_block_mask
+from flexdecode.kernels import configs
 from flexdecode.masks import causal
 from tests.cache_cases import KINDS, Case
 
@@ -17,11 +18,19 @@ pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
 INVARIANT = {"deterministic": "batch_invariant"}
-KV_LEN = [1500, 30, 0, 1024]
+SPAN = configs.SPAN if torch.cuda.is_available() else 128
+HKV = 2 if torch.cuda.is_available() else 1
+KV_LEN = [SPAN * 3 // 2 - 36, 30, 0, SPAN]
+
+
+@pytest.fixture(autouse=True)
+def short_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut rows after few keys where kernels are interpreted."""
+    monkeypatch.setattr(configs, "SPAN", SPAN)
 
 
 def windows(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    return (q_idx >= kv_idx) & ((q_idx - kv_idx < 300 * (h + 1)) | (kv_idx < 3))
+    return (q_idx >= kv_idx) & ((q_idx - kv_idx < SPAN // 4 * (h + 1)) | (kv_idx < 3))
 
 
 def rows(case: Case, kind: str, packed: bool = False, **arguments: Any) -> tuple[Tensor, Tensor]:
@@ -41,7 +50,7 @@ def rows(case: Case, kind: str, packed: bool = False, **arguments: Any) -> tuple
 
 
 def drawn(kv_len: list[int] = KV_LEN) -> Case:
-    return Case.random(4, kv_len, [2] * len(kv_len), device=DEVICE, dtype=DTYPE)
+    return Case.random(4, kv_len, [2] * len(kv_len), Hkv=HKV, device=DEVICE, dtype=DTYPE)
 
 
 def equal(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> bool:
@@ -82,9 +91,11 @@ def test_neighbours_capacity_and_layout_change_no_bit(rule: Any) -> None:
 
 
 def test_full_or_partial_is_the_same() -> None:
-    case = drawn([1500, 1490])
-    blocks = torch.arange(24, dtype=torch.int32, device=DEVICE).view(1, 1, 1, 24)
-    count = torch.full((1, 1, 1), 24, dtype=torch.int32, device=DEVICE)
+    longest = KV_LEN[0]
+    case = drawn([longest, longest - 10])
+    columns = -(-longest // 64)
+    blocks = torch.arange(columns, dtype=torch.int32, device=DEVICE).view(1, 1, 1, columns)
+    count = torch.full((1, 1, 1), columns, dtype=torch.int32, device=DEVICE)
     none = torch.zeros_like(count)
     partial = BlockMask.from_kv_blocks(count, blocks, BLOCK_SIZE=(2, 64))
     full = BlockMask.from_kv_blocks(none, blocks, count, blocks, BLOCK_SIZE=(2, 64))
@@ -99,8 +110,10 @@ def test_bound_masks_and_sinks() -> None:
     case = drawn()
     mask = create_block_mask(windows, BLOCK_SIZE=64)
     stored = case.stored("dense", seed=1)
-    step = mask.bind(batch=4, heads=4, q_len=2, kv_len=stored["kv_len"], kv_capacity=1503)
-    sinks = torch.randn(4, device=DEVICE)
+    step = mask.bind(
+        batch=4, heads=2 * HKV, q_len=2, kv_len=stored["kv_len"], kv_capacity=KV_LEN[0] + 3
+    )
+    sinks = torch.randn(2 * HKV, device=DEVICE)
     arguments = {"sinks": sinks, "kernel_options": INVARIANT, "backend": "triton"}
     q = case.queries(False)["q"]
     out = attention(q, stored["k"], stored["v"], block_mask=step, **arguments)
