@@ -1,7 +1,8 @@
 """Triton's driver for a GPU that is not there: kernels compile, launches are counted. As a script.
 
-``python tests/fake_driver.py SCENARIO`` runs attention calls through the ordinary launchers and
-prints what Triton was asked for, as JSON.
+``python tests/fake_driver.py`` reads names of scenarios and disk caches for Triton from its input.
+Each runs attention calls through the ordinary launchers, in a process of its own, and prints what
+Triton was asked for, as JSON; another line tells how the process ended.
 """
 
 import atexit
@@ -325,5 +326,17 @@ def watched():
     return {"stages": clock.stages}
 
 
+def serve():
+    """Fork for each scenario: Triton and torch are imported once, but have done nothing yet."""
+    for line in sys.stdin:
+        scenario, os.environ["TRITON_CACHE_DIR"] = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            print(json.dumps(globals()[scenario]()), flush=True)
+            return
+        _, status = os.waitpid(child, 0)
+        print(json.dumps({"ended": os.waitstatus_to_exitcode(status)}), flush=True)
+
+
 if __name__ == "__main__":
-    print(json.dumps(globals()[sys.argv[1]]()))
+    serve()
