@@ -1,8 +1,8 @@
 """Compile the kernels ahead of time, for devices that are not there. Run as a script.
 
-``python tests/aot_variants.py cuda:90`` compiles the variants of one target through the ordinary
-launchers, whose launches are intercepted, and prints one JSON record a kernel. The signature and
-the specialisation are therefore exactly those of a real call.
+``python tests/aot_variants.py cuda:90 plain`` compiles a group of variants for one target through
+the ordinary launchers, whose launches are intercepted, and prints one JSON record a kernel. The
+signature and the specialisation are therefore exactly those of a real call.
 """
 
 import contextlib
@@ -94,14 +94,33 @@ class Variant:
 
 INT4, FP8 = (("format", "int4"),), (("format", "fp8"),)
 ROWS = (*INT4, ("layout", "interleaved"))
+# What depends on the target: instructions, shared memory, warps, assembly of our own.
 EVERYWHERE = {
     "dense": Variant(),
-    "causal": Variant(block=(128, 128), mask="causal", kv_len="tensor"),
     "documents": Variant(B=16, block=(128, 128), mask="documents", score="alibi", aux=True),
-    "speculative": Variant(B=64, Lq=4, block=(16, 32), mask="causal", exact=False, sinks=True),
     "latent": Variant(Hkv=1, G=128, dims=(576, 512), kv_len="tensor", shared=True),
-    "latent apart": Variant(Hkv=1, G=128, dims=(576, 512), kv_len="tensor"),
     "float32": Variant(dims=(64, 64), dtype=torch.float32, block=(128, 128), mask="causal"),
+    "fp8 words and int4 groups": Variant(
+        k_as=(*FP8, ("scale_dtype", torch.int32)), v_as=(*INT4, ("groups", 2)), page=16, Lkv=512
+    ),
+    "int8 and int4 rows": Variant(
+        k_as=(("format", "int8"),),
+        v_as=ROWS,
+        dtype=torch.float16,
+        kv_len="tensor",
+        partial_dtype=torch.float64,
+    ),
+}
+EVERYWHERE_TOO = {
+    "merge of unlike strides",
+    "merge of unlike strides, backward",
+    "append to pages",
+    "append, int4 and fp8",
+    "append, fp8_e5m2 and int4 4",
+}
+PLAIN = {
+    "speculative": Variant(B=64, Lq=4, block=(16, 32), mask="causal", exact=False, sinks=True),
+    "latent apart": Variant(Hkv=1, G=128, dims=(576, 512), kv_len="tensor"),
     "ragged": Variant(B=32, kv_len="tensor", lists=32),
     "batch invariant": Variant(
         B=4,
@@ -113,44 +132,31 @@ EVERYWHERE = {
         invariant=True,
     ),
     "per head": Variant(block=(128, 64), mask="causal", per_head=True, dims=(80, 80)),
+    "prefill": Variant(Lq=512, block=(128, 128), mask="causal", dtype=torch.float16),
+    "tf32": Variant(dtype=torch.float32, tf32=True, bias=True),
+    "float32 wide": Variant(dims=(256, 256), dtype=torch.float32),
+    "odd": Variant(dims=(31, 31), G=71, Hkv=1, strided=True, block=(128, 20), mask="causal"),
+    "wide": Variant(B=8, G=2, dims=(256, 256), block=(128, 128), full=False, mask="causal"),
     "pages": Variant(B=16, page=16, kv_len="tensor", block=(128, 128), mask="causal"),
     "packed": Variant(B=8, page=64, kv_len="tensor", Lq=64, packed=True, lists=20),
-    "int4 and fp8": Variant(k_as=INT4, v_as=FP8, Lkv=512),
-    "fp8 words and int4 groups": Variant(
-        k_as=(*FP8, ("scale_dtype", torch.int32)), v_as=(*INT4, ("groups", 4)), page=16, Lkv=512
-    ),
-    "int8 and int4 rows": Variant(
-        k_as=(("format", "int8"),),
-        v_as=ROWS,
-        dtype=torch.float16,
-        kv_len="tensor",
-        partial_dtype=torch.float64,
-    ),
+    "whole pages": Variant(B=16, page=128, kv_len="tensor", block=(128, 128), mask="documents"),
+    "padded": Variant(B=16, start=True, kv_len="tensor", block=(128, 128), mask="causal"),
+    "padded pages": Variant(B=16, start=True, page=64, kv_len="tensor"),
+    "mqa": Variant(B=8, Hkv=1, G=16, Lkv=32768, options=(("BLOCK_N", 128), ("num_stages", 4))),
 }
-ON_ONE_TARGET = {
+QUANTISED = {
+    "int4 and fp8": Variant(k_as=INT4, v_as=FP8, Lkv=512),
     "fp8 queries": Variant(Lq=16, k_as=FP8, v_as=FP8, q_as_fp8=True, Lkv=512),
     "fp8 query": Variant(k_as=FP8, v_as=(*FP8, ("per", "head")), q_as_fp8=True, Lkv=512),
     "e5m2 and int8": Variant(
         k_as=(("format", "fp8_e5m2"),), v_as=(("format", "int8"), ("per", "head")), Lkv=512
     ),
     "int4 8 groups and rows": Variant(
-        k_as=(*INT4, ("groups", 8)), v_as=(*ROWS, ("groups", 4)), Lkv=512, page=128
+        k_as=(*INT4, ("groups", 8)), v_as=(*ROWS, ("groups", 2)), Lkv=512, page=128
     ),
     "int4 latent": Variant(Hkv=1, G=16, dims=(576, 512), k_as=INT4, v_as=INT4, Lkv=512),
     "int4 prefill": Variant(k_as=INT4, v_as=INT4, Lkv=512, Lq=512, Hkv=1),
     "int4 beside plain": Variant(v_as=INT4, Lkv=512, dims=(96, 64), dtype=torch.float32),
-    "direct": Variant(B=64, Lkv=4096, dims=(64, 64), aux=True),
-    "prefill": Variant(Lq=512, block=(128, 128), mask="causal", dtype=torch.float16),
-    "tf32": Variant(dtype=torch.float32, tf32=True, bias=True),
-    "float32 wide": Variant(dims=(256, 256), dtype=torch.float32),
-    "odd": Variant(dims=(31, 31), G=71, Hkv=1, strided=True, block=(128, 20), mask="causal"),
-    "small": Variant(dims=(4, 4), block=(128, 8), mask="documents"),
-    "wide": Variant(B=8, G=2, dims=(256, 256), block=(128, 128), full=False, mask="causal"),
-    "one page": Variant(B=16, page=1, kv_len="tensor"),
-    "whole pages": Variant(B=16, page=128, kv_len="tensor", block=(128, 128), mask="documents"),
-    "padded": Variant(B=16, start=True, kv_len="tensor", block=(128, 128), mask="causal"),
-    "padded pages": Variant(B=16, start=True, page=64, kv_len="tensor"),
-    "mqa": Variant(B=8, Hkv=1, G=16, Lkv=32768, options=(("BLOCK_N", 128), ("num_stages", 4))),
 }
 
 
@@ -384,12 +390,22 @@ def resources(compiled):
     return {"registers": found["REG"], "stack": found["STACK"], "local": found["LOCAL"]}
 
 
-def compile_variants(name):
-    """Compile every variant of a target and print what came out."""
+def launches(group, device):
+    """Yield titles and launches of a group: "everywhere", "plain" or "quantised"."""
+    decoded = {"everywhere": EVERYWHERE, "plain": PLAIN, "quantised": QUANTISED}.get(group, {})
+    for title, variant in decoded.items():
+        yield title, lambda variant=variant: decode(*make_call(variant, device))
+    if group == "everywhere":
+        yield from tables()
+    for title, launch in (*merges(), *appends()):
+        if group == ("everywhere" if title in EVERYWHERE_TOO else "quantised"):
+            yield title, launch
+
+
+def compile_variants(name, group):
+    """Compile a group of variants for a target and print what came out."""
     target, device = TARGETS[name]
-    variants = EVERYWHERE | (ON_ONE_TARGET if name == "cuda:90" else {})
-    calls = [(t, lambda v=v: decode(*make_call(v, device))) for t, v in variants.items()]
-    for title, launch in (*calls, *merges(), *appends(), *tables()):
+    for title, launch in launches(group, device):
         seen = set()  # a kernel is asked for before it is launched
 
         def act(kernel, source, options, key, title=title, seen=seen):
@@ -487,8 +503,8 @@ def tokens():
         return rule
 
     def lengths(most, least=1):
-        near = [2**power + d for power in range(6, 18) for d in (-1, 0, 1, 5)]
-        return sorted(n for n in {*range(1, 40), *near} if least <= n <= most)
+        near = [2**power + d for power in range(5, 18) for d in (-1, 0, 1)]
+        return sorted(n for n in {*range(1, 18), *near} if least <= n <= most)
 
     def cache(B, Hkv, Lkv, D):
         return torch.empty(B, Hkv, Lkv, D, dtype=torch.bfloat16)
@@ -561,4 +577,4 @@ def as_if_on(device):
 
 
 if __name__ == "__main__":
-    count_keys() if sys.argv[1] == "keys" else compile_variants(sys.argv[1])
+    count_keys() if sys.argv[1] == "keys" else compile_variants(*sys.argv[1:])

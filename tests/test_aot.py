@@ -1,4 +1,4 @@
-"""Every kind of kernel compiles, without a device, for each architecture that is supported."""
+"""Every kind of kernel compiles without a device, and for each architecture what depends on it."""
 
 import json
 import os
@@ -11,11 +11,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-def variants(argument, tmp_path):
+def variants(tmp_path, *arguments):
     """Run aot_variants.py with a fresh cache; any diagnostic on stderr is a failure."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
-        [sys.executable, "-W", "error", str(ROOT / "tests/aot_variants.py"), argument],
+        [sys.executable, "-W", "error", str(ROOT / "tests/aot_variants.py"), *arguments],
         env=environment | {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
@@ -25,9 +25,18 @@ def variants(argument, tmp_path):
     return [json.loads(line) for line in run.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("target", ["cuda:80", "cuda:90", "cuda:100", "hip:gfx942"])
-def test_variants_compile(target, tmp_path):
-    for record in variants(target, tmp_path):
+@pytest.mark.parametrize(
+    ("target", "group"),
+    [
+        *((target, "everywhere") for target in ("cuda:80", "cuda:90", "cuda:100", "hip:gfx942")),
+        ("cuda:90", "plain"),
+        ("cuda:90", "quantised"),
+    ],
+)
+def test_variants_compile(target, group, tmp_path):
+    records = variants(tmp_path, target, group)
+    assert len(records) > 15
+    for record in records:
         assert record["shared"] <= record["shared_limit"], record
         # Where registers run out altogether, thousands of bytes a thread are spilled.
         assert record.get("stack", 0) <= 1024, record
@@ -42,7 +51,7 @@ def test_variants_compile(target, tmp_path):
 
 def test_a_decoding_session_compiles_once(tmp_path):
     """Each kernel has one variant for all lengths, and the first token compiles them all."""
-    for record in variants("keys", tmp_path):
+    for record in variants(tmp_path, "keys"):
         assert set(record["kernels"].values()) == {1}, record
         if record["session"] == "a growing cache":
             # Nobody knows how far it grows: what only long rows need is compiled for them.
