@@ -33,7 +33,7 @@ def draw(*shape: int) -> Tensor:
 
 
 def tensors(B: int = 2, Lkv: int = 70, D: int = 16) -> tuple[Tensor, Tensor, Tensor]:
-    return draw(B, 4, 1, D), draw(B, 2, Lkv, D), draw(B, 2, Lkv, D)
+    return draw(B, 4, 1, D), draw(B, 1, Lkv, D), draw(B, 1, Lkv, D)
 
 
 def call(*qkv: Tensor, **arguments: Any) -> Any:
