@@ -36,12 +36,12 @@ def test_kernel_tables_equal_evaluated_tables(name, shape):
     device = torch.device("cuda" if not INTERPRETED else "cpu")
     Lq, Lkv, block_size, kv_len, q_offset = shape
     mask = trace(mod_cases.masks()[name], "mask")
-    cpu = Extent(2, 3, Lq, Lkv, kv_len, q_offset, block_size, torch.device("cpu"))
+    cpu = Extent(2, 2, Lq, Lkv, kv_len, q_offset, block_size, torch.device("cpu"))
     expected = table_states(build_tables(mask, cpu))
     captures = tuple(capture.to(device) for capture in mask.captures)
     there = type(mask)(mask.graph, mask.params, captures)
     moved = [x.to(device) if isinstance(x, torch.Tensor) else x for x in (kv_len, q_offset)]
-    extent = Extent(2, 3, Lq, Lkv, *moved, block_size, device).for_mask(there)
+    extent = Extent(2, 2, Lq, Lkv, *moved, block_size, device).for_mask(there)
     tables = build_device_tables(there, extent)
     assert torch.equal(table_states(tables).cpu(), expected)
     # Once more into the same buffers, as a bound mask does.

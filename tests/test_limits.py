@@ -67,22 +67,21 @@ import numpy as np, torch
 from flexdecode import attention
 from tests.helpers import dense_attention, random_inputs
 
-axis = int(sys.argv[1])
-q, k, v = random_inputs(2, 2, 1, 1, 40 if axis == 0 else 2, 8)
-wanted = dense_attention(q, k, v).out
-strides = list(v.stride())
-strides[axis] = 2**31 + 64
-file = np.memmap(sys.argv[2], np.float32, "w+", shape=(strides[axis] + 400,))
-far = torch.from_numpy(file).as_strided(v.shape, strides).copy_(v)
-out = attention(q, k, far, backend="triton")
-torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-5)
+for axis, length in ((0, 40), (2, 2)):
+    q, k, v = random_inputs(2, 2, 1, 1, length, 8)
+    wanted = dense_attention(q, k, v).out
+    strides = list(v.stride())
+    strides[axis] = 2**31 + 64
+    file = np.memmap(sys.argv[1], np.float32, "w+", shape=(strides[axis] + 400,))
+    far = torch.from_numpy(file).as_strided(v.shape, strides).copy_(v)
+    out = attention(q, k, far, backend="triton")
+    torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-5)
 """
 
 
-@pytest.mark.parametrize("axis", [0, 2])
-def test_fc49_one_stride_beyond_two_to_the_31(axis: int, tmp_path: Path) -> None:
+def test_fc49_one_stride_beyond_two_to_the_31(tmp_path: Path) -> None:
     run = subprocess.run(
-        [sys.executable, "-c", STRIDES, str(axis), str(tmp_path / "far")],
+        [sys.executable, "-c", STRIDES, str(tmp_path / "far")],
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[1],

@@ -5,7 +5,6 @@ A sample that is the same on every run; `python -m tests.fuzz` (`make fuzz`) goe
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -16,17 +15,13 @@ from hypothesis import HealthCheck, given, settings
 
 from tests.attempts import Attempt, as_test, attempts, check
 
-SECONDS = 20.0  # of drawing calls for one backend; a busy machine makes fewer
-BACKENDS = {"cpu": 150, "reference": 40, "triton": 45}
+BACKENDS = {"cpu": 100, "reference": 40, "triton": 10}
 ON_GPU = torch.cuda.is_available()
 
 
 @pytest.mark.skipif(ON_GPU, reason="compiles kernels for each call; make fuzz does")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_random_calls_equal_the_formula(backend: str) -> None:
-    started = time.monotonic()
-    failed: list[Attempt] = []
-
     @settings(
         max_examples=BACKENDS[backend],
         derandomize=True,
@@ -36,11 +31,7 @@ def test_random_calls_equal_the_formula(backend: str) -> None:
     )
     @given(attempts())
     def every(attempt: Attempt) -> None:
-        if not failed and time.monotonic() - started > SECONDS:
-            return
-        failed.append(attempt)  # a failure is made smaller and repeated, however long it takes
         check(attempt, backend)
-        failed.pop()
 
     every()
 
