@@ -1,15 +1,14 @@
-"""Compile the kernels ahead of time, for devices that are not there. Run as a script.
+"""Compile the kernels ahead of time, for devices that are not there.
 
-``python tests/aot_variants.py cuda:90 plain`` compiles a group of variants for one target through
-the ordinary launchers, whose launches are intercepted, and prints one JSON record a kernel. The
-signature and the specialisation are therefore exactly those of a real call.
+A group of variants is compiled for one target through the ordinary launchers, whose launches are
+intercepted, and one JSON record a kernel is printed. The signature and the specialisation are
+therefore exactly those of a real call. Kernels must not be interpreted (see `forks`).
 """
 
 import contextlib
 import json
 import re
 import subprocess
-import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -100,15 +99,8 @@ EVERYWHERE = {
     "documents": Variant(B=16, block=(128, 128), mask="documents", score="alibi", aux=True),
     "latent": Variant(Hkv=1, G=128, dims=(576, 512), kv_len="tensor", shared=True),
     "float32": Variant(dims=(64, 64), dtype=torch.float32, block=(128, 128), mask="causal"),
-    "fp8 words and int4 groups": Variant(
-        k_as=(*FP8, ("scale_dtype", torch.int32)), v_as=(*INT4, ("groups", 2)), page=16, Lkv=512
-    ),
-    "int8 and int4 rows": Variant(
-        k_as=(("format", "int8"),),
-        v_as=ROWS,
-        dtype=torch.float16,
-        kv_len="tensor",
-        partial_dtype=torch.float64,
+    "fp8 words and int4 rows": Variant(
+        k_as=(*FP8, ("scale_dtype", torch.int32)), v_as=ROWS, page=16, Lkv=512
     ),
 }
 EVERYWHERE_TOO = {
@@ -146,6 +138,13 @@ PLAIN = {
 }
 QUANTISED = {
     "int4 and fp8": Variant(k_as=INT4, v_as=FP8, Lkv=512),
+    "int8 and int4 groups": Variant(
+        k_as=(("format", "int8"),),
+        v_as=(*INT4, ("groups", 2)),
+        dtype=torch.float16,
+        kv_len="tensor",
+        partial_dtype=torch.float64,
+    ),
     "fp8 queries": Variant(Lq=16, k_as=FP8, v_as=FP8, q_as_fp8=True, Lkv=512),
     "fp8 query": Variant(k_as=FP8, v_as=(*FP8, ("per", "head")), q_as_fp8=True, Lkv=512),
     "e5m2 and int8": Variant(
@@ -574,7 +573,3 @@ def as_if_on(device):
         for module, name, value in changes:
             stack.enter_context(mock.patch.object(module, name, value))
         yield
-
-
-if __name__ == "__main__":
-    count_keys() if sys.argv[1] == "keys" else compile_variants(*sys.argv[1:])

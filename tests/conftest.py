@@ -12,12 +12,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from tests.forks import forks
 
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
@@ -59,6 +61,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device() -> torch.device:
     """The GPU where there is one, else the CPU."""
     return torch.device("cuda" if HAS_GPU else "cpu")
+
+
+@pytest.fixture(scope="session")
+def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
+    """Run a function where kernels are compiled, see `tests.forks`."""
+    with forks(tmp_path_factory.mktemp("forks")) as run:
+        yield run
 
 
 @pytest.fixture

@@ -1,8 +1,7 @@
-"""Triton's driver for a GPU that is not there: kernels compile, launches are counted. As a script.
+"""Triton's driver for a GPU that is not there: kernels compile, launches are counted.
 
-``python tests/fake_driver.py`` reads names of scenarios and disk caches for Triton from its input.
-Each runs attention calls through the ordinary launchers, in a process of its own, and prints what
-Triton was asked for, as JSON; another line tells how the process ended.
+Each scenario runs attention calls through the ordinary launchers, in a process of its own (see
+`forks`), and returns what Triton was asked for.
 """
 
 import atexit
@@ -10,7 +9,6 @@ import copy
 import hashlib
 import json
 import os
-import sys
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -324,19 +322,3 @@ def watched():
     first_call._watch_triton(clock)
     decode(*make_call(CALL, DEVICE))
     return {"stages": clock.stages}
-
-
-def serve():
-    """Fork for each scenario: Triton and torch are imported once, but have done nothing yet."""
-    for line in sys.stdin:
-        scenario, os.environ["TRITON_CACHE_DIR"] = json.loads(line)
-        child = os.fork()
-        if child == 0:
-            print(json.dumps(globals()[scenario]()), flush=True)
-            return
-        _, status = os.waitpid(child, 0)
-        print(json.dumps({"ended": os.waitstatus_to_exitcode(status)}), flush=True)
-
-
-if __name__ == "__main__":
-    serve()

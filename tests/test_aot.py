@@ -1,28 +1,6 @@
 """Every kind of kernel compiles without a device, and for each architecture what depends on it."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-
-ROOT = Path(__file__).parents[1]
-
-
-def variants(tmp_path, *arguments):
-    """Run aot_variants.py with a fresh cache; any diagnostic on stderr is a failure."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [sys.executable, "-W", "error", str(ROOT / "tests/aot_variants.py"), *arguments],
-        env=environment | {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stdout[-1000:] + run.stderr[-3000:]
-    assert run.stderr == "", run.stderr[-3000:]
-    return [json.loads(line) for line in run.stdout.splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -33,8 +11,8 @@ def variants(tmp_path, *arguments):
         ("cuda:90", "quantised"),
     ],
 )
-def test_variants_compile(target, group, tmp_path):
-    records = variants(tmp_path, target, group)
+def test_variants_compile(target, group, forked, tmp_path):
+    records = forked("aot_variants.compile_variants", target, group, cache=tmp_path)
     assert len(records) > 15
     for record in records:
         assert record["shared"] <= record["shared_limit"], record
@@ -49,9 +27,9 @@ def test_variants_compile(target, group, tmp_path):
             assert record["inexact"] == 0, record
 
 
-def test_a_decoding_session_compiles_once(tmp_path):
+def test_a_decoding_session_compiles_once(forked, tmp_path):
     """Each kernel has one variant for all lengths, and the first token compiles them all."""
-    for record in variants(tmp_path, "keys"):
+    for record in forked("aot_variants.count_keys", cache=tmp_path):
         assert set(record["kernels"].values()) == {1}, record
         if record["session"] == "a growing cache":
             # Nobody knows how far it grows: what only long rows need is compiled for them.

@@ -1,46 +1,15 @@
 """Kernels are compiled side by side, each of them once, on a driver that is not there."""
 
-import json
-import os
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[1]
 
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """Run a scenario of fake_driver.py; its warnings are errors."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    complaints = tmp_path_factory.mktemp("fake_driver") / "stderr"
-    with (
-        complaints.open("w") as stderr,
-        subprocess.Popen(
-            [sys.executable, "-W", "error", str(ROOT / "tests/fake_driver.py")],
-            env=environment | {"PYTHONPATH": str(ROOT)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-        ) as server,
-    ):
-
-        def ask(scenario, cache):
-            print(json.dumps([scenario, str(cache)]), file=server.stdin, flush=True)
-            lines = []
-            while not lines or "ended" not in lines[-1]:
-                line = server.stdout.readline()
-                assert line, complaints.read_text()[-3000:]
-                lines.append(json.loads(line))
-            assert lines[-1] == {"ended": 0}, complaints.read_text()[-3000:]
-            return lines[-2]
-
-        yield ask
+@pytest.fixture
+def run(forked):
+    """Run a scenario of fake_driver.py, and return the last line that it gives."""
+    return lambda scenario, cache: forked(f"fake_driver.{scenario}", cache=cache)[-1]
 
 
 @pytest.fixture(scope="module")
