@@ -16,7 +16,7 @@ from benchmarks.records import Record, load
 
 __all__ = ["Table", "fill_page", "make_tables", "show"]
 
-OWN = ("flexdecode", "flexdecode_lazy")
+OWN = ("flexdecode", "flexdecode_lazy", "flexdecode_lists")
 
 
 class Table:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.cases import BLOCK, Case
 
-__all__ = ["SOFTCAP", "Rules", "alibi_slopes", "make_rules"]
+__all__ = ["SOFTCAP", "Rules", "alibi_slopes", "make_rules", "selection"]
 
 SOFTCAP = 50.0
 
@@ -42,7 +42,7 @@ def _mask(case: Case, device: torch.device) -> Callable[..., Any] | None:
         return _causal
     if case.mask.kind == "window":
         return _window(case.mask.window)
-    return _blocks(_selection(case).to(device), case.G)
+    return _blocks(selection(case).to(device), case.G)
 
 
 def _causal(b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
@@ -63,7 +63,7 @@ def _blocks(selected: Tensor, group: int) -> Callable[..., Any]:
     return selected_blocks
 
 
-def _selection(case: Case) -> Tensor:
+def selection(case: Case) -> Tensor:
     """Random blocks for each KV head, the newest one among them: [B, Hkv, blocks], bool."""
     generator = torch.Generator().manual_seed(1)
     noise = torch.rand(case.B, case.Hkv, case.Lkv // BLOCK, generator=generator)

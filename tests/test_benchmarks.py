@@ -106,7 +106,8 @@ def test_oracle_against_plain_attention() -> None:
 
 def test_providers_are_read_from_text() -> None:
     assert resolve("fa3!,flex:dense+masks") == {"fa3": None, "flex": {"dense", "masks"}}
-    assert list(resolve("flexdecode,sdpa!")) == ["flexdecode", "flexdecode_lazy", "sdpa"]
+    own = ["flexdecode", "flexdecode_lazy", "flexdecode_lists"]
+    assert list(resolve("flexdecode,sdpa!")) == [*own, "sdpa"]
     with pytest.raises(ValueError, match="expected names among"):
         resolve("flexdecode,nobody")
 

@@ -6,7 +6,7 @@ from benchmarks.providers.base import Provider, Setup
 from benchmarks.providers.fa3 import Fa3, Fa3Planned
 from benchmarks.providers.flashinfer import FlashInfer
 from benchmarks.providers.flex import Flex, FlexAutotuned
-from benchmarks.providers.own import FlexDecode, FlexDecodeLazy, own_backend
+from benchmarks.providers.own import FlexDecode, FlexDecodeLazy, FlexDecodeLists, own_backend
 from benchmarks.providers.sdpa import Sdpa, SdpaSlice
 from benchmarks.providers.xformers import Xformers
 
@@ -17,6 +17,7 @@ PROVIDERS: dict[str, type[Provider]] = {
     for kind in (
         FlexDecode,
         FlexDecodeLazy,
+        FlexDecodeLists,
         Sdpa,
         SdpaSlice,
         Flex,
@@ -29,7 +30,7 @@ PROVIDERS: dict[str, type[Provider]] = {
 }
 # Names that stand for two ways of calling the same thing.
 _TOGETHER = {
-    "flexdecode": ("flexdecode", "flexdecode_lazy"),
+    "flexdecode": ("flexdecode", "flexdecode_lazy", "flexdecode_lists"),
     "fa3": ("fa3", "fa3_planned"),
     "sdpa": ("sdpa", "sdpa_slice"),
 }

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.cases import Case
+from benchmarks.cases import BLOCK, Case
 from benchmarks.inputs import KVSet
 from benchmarks.providers.base import Provider, Run
-from benchmarks.rules import Rules
+from benchmarks.rules import Rules, selection
 
 
 def own_backend(device: torch.device) -> str:
@@ -77,3 +77,21 @@ class FlexDecodeLazy(FlexDecode):
         import flexdecode
 
         return flexdecode.create_block_mask(rules.mask)
+
+
+class FlexDecodeLists(FlexDecode):
+    """flexdecode with the lists of blocks that a retriever gives, and no function."""
+
+    name = "flexdecode_lists"
+
+    def refuses(self, case: Case) -> str | None:
+        given = case.mask is not None and case.mask.kind == "blocks"
+        return None if given else "no lists of blocks"
+
+    def block_mask(self, case: Case, rules: Rules, lengths: Tensor | None) -> Any:
+        import flexdecode
+
+        numbers = [row.nonzero()[:, 0] for row in selection(case).flatten(0, 1)]
+        indices = torch.stack(numbers).view(case.B, case.Hkv, 1, -1).to(self.setup.device)
+        counts = torch.full_like(indices[..., 0], indices.shape[3])
+        return flexdecode.BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=BLOCK)
