@@ -12,7 +12,7 @@ from torch import Tensor
 from flexdecode import choices
 from flexdecode.kernels import configs
 from flexdecode.kernels.call import is_within
-from flexdecode.kernels.layout import fair_items
+from flexdecode.kernels.layout import are_few, fair_items
 from flexdecode.quantization import row_bytes
 from flexdecode.quantized_tensor import QuantizedTensor
 
@@ -34,6 +34,7 @@ __all__ = [
     "length_bucket",
     "lists_of",
     "plan_by_rules",
+    "shares_of",
     "tuning_key",
 ]
 
@@ -48,23 +49,23 @@ class Lists:
     ----------
     B, heads, nQ : int
         ``heads`` is 1 or the number of key heads.
-    columns : int or None
-        Most entries of a row, partial and full; None where full blocks are not told apart.
+    columns : int
+        Most entries of a row, partial and full.
     BLOCK_SIZE : (int, int)
     """
 
     B: int
     heads: int
     nQ: int
-    columns: int | None
+    columns: int
     BLOCK_SIZE: tuple[int, int]
 
     @classmethod
     def of(cls, tables: BlockTables) -> Lists:
         """Read the shape of laid-out tables."""
-        columns = None
+        columns = tables.kv_indices.shape[3]
         if tables.full_kv_indices is not None:
-            columns = tables.kv_indices.shape[3] + tables.full_kv_indices.shape[3]
+            columns += tables.full_kv_indices.shape[3]
         B, heads, nQ = tables.kv_num_blocks.shape
         return cls(B, heads, nQ, columns, tables.BLOCK_SIZE)
 
@@ -78,10 +79,10 @@ def lists_of(request: Request) -> Lists | None:
     if heads not in (1, problem.Hkv):
         columns = 2 * configs.ceil_div(problem.Lkv, tables.BLOCK_SIZE[1])
         return Lists(B, problem.Hkv, nQ, columns, tables.BLOCK_SIZE)
-    found = None
+    columns = tables.kv_indices.shape[3]
     if tables.full_kv_indices is not None:
-        found = tables.kv_indices.shape[3] + tables.full_kv_indices.shape[3]
-    return Lists(B, heads, nQ, found, tables.BLOCK_SIZE)
+        columns += tables.full_kv_indices.shape[3]
+    return Lists(B, heads, nQ, columns, tables.BLOCK_SIZE)
 
 
 def length_bucket(keys: int) -> int:
@@ -198,8 +199,7 @@ def _sizes(request: Request, lists: Lists | None) -> dict[str, Any]:
         block_q, kv_block = lists.BLOCK_SIZE
         differ = max(lists.B, lists.heads, lists.nQ) > 1
         several = problem.q_batch * lists.heads * lists.nQ if differ else 1
-        if lists.columns is not None:
-            keys = min(keys, lists.columns * kv_block)
+        keys = min(keys, lists.columns * kv_block)
     return {
         "B": B,
         "Hkv": problem.Hkv,
@@ -284,16 +284,15 @@ def device_of(device: torch.device) -> configs.Device:
     )
 
 
-def balanced_items(units: Tensor, inner: int, processors: int) -> Tensor:
+def balanced_items(units: Tensor, slots: int) -> Tensor:
     """Items of every row of a balanced launch: what `plan_items` works out in the kernels.
 
     Parameters
     ----------
     units : Tensor, [rows], int64
         Steps of the loop that each row asks for.
-    inner : int
-        Programs that each item takes.
-    processors : int
+    slots : int
+        Items that the device works on at a time.
 
     Returns
     -------
@@ -302,12 +301,30 @@ def balanced_items(units: Tensor, inner: int, processors: int) -> Tensor:
     if len(units) == 0:
         return units
     total, longest, busy = int(units.sum()), int(units.max()), int((units > 0).sum())
-    slots = max(processors // inner, 1)
-    waves = configs.ceil_div(busy, slots)
-    share = max(configs.ceil_div(total, fair_items(len(units), slots)), configs.MIN_UNITS)
-    if waves * longest * 8 <= configs.ceil_div(total, slots) * 9:
-        share = max(longest, 1)
-    return (-(-units // share)).clamp(min=1)
+    share = configs.ceil_div(total, fair_items(len(units), slots))
+    if not are_few(len(units), slots):
+        even = configs.ceil_div(longest, max(slots // max(busy, 1), 1))
+        are_even = configs.ceil_div(busy, slots) * even * 8 <= configs.ceil_div(total, slots) * 9
+        share = even if are_even else max(share, configs.MIN_UNITS)
+    return (-(-units // max(share, configs.MIN_SHARE))).clamp(min=1)
+
+
+def shares_of(units: Tensor, items: Tensor, steps: int) -> Tensor:
+    """Steps of each of a row's items but the last: what `share_of` works out in the kernels.
+
+    Parameters
+    ----------
+    units, items : Tensor, [...], int64
+        Steps of the loop that each row asks for, and its items.
+    steps : int
+        Steps of a block.
+
+    Returns
+    -------
+    Tensor, [...], int64
+    """
+    share = (-(-units // items)).clamp(min=configs.MIN_SHARE)
+    return torch.where(share > 2 * steps, -(-share // steps) * steps, share)
 
 
 def block_owners(states: Tensor, share: Tensor, steps: int) -> Tensor:

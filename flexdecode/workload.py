@@ -10,9 +10,9 @@ from torch.nn.functional import pad
 
 from flexdecode.block_counts import BlockCounts
 from flexdecode.kernels.call import is_within
-from flexdecode.kernels.configs import MIN_SHARE, DecodeConfig, ceil_div
+from flexdecode.kernels.configs import DecodeConfig, ceil_div
 from flexdecode.kernels.layout import Layout, kernel_block_size
-from flexdecode.plan import Lists, Planned, balanced_items, block_owners
+from flexdecode.plan import Lists, Planned, balanced_items, block_owners, shares_of
 from flexdecode.problem import Problem, Request
 from flexdecode.quantization import row_bytes
 from flexdecode.tables import FULL, PARTIAL, table_states
@@ -194,10 +194,10 @@ def count_work(
     lists_of = (each.B, heads, layout.nQ if packed is None else 1)
     units = (listed.sum(-1) * steps).expand(lists_of).reshape(-1)
     if config.plan_rows:
-        items = balanced_items(units, layout.inner, config.processors)
+        items = balanced_items(units, layout.slots)
     else:
         items = torch.full_like(units, config.num_splits)
-    share = (-(-units // items)).clamp(min=MIN_SHARE)
+    share = shares_of(units, items, steps)
     working = -(-units // share)
     busiest = torch.minimum(share, units)
     states = (states * listed).expand(*lists_of, -1)

@@ -104,10 +104,12 @@ def attend(
     mods,
     mode,
     HAS_FULL: tl.constexpr,
+    ONE_LOOP: tl.constexpr,  # a share has either full or partial blocks
 ):
     """Attend to a share: to full blocks with neither mask nor bounds, to partial ones with both."""
     if HAS_FULL:
-        carry = attend_list(carry, share, kv_len, tile, keys, values, pages, mods, mode, False)
+        if not ONE_LOOP or share.full > share.first:
+            carry = attend_list(carry, share, kv_len, tile, keys, values, pages, mods, mode, False)
     if share.last > share.full:  # or else the start of its pipeline would be run in vain
         carry = attend_list(carry, share, kv_len, tile, keys, values, pages, mods, mode, True)
     return carry

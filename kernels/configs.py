@@ -20,7 +20,7 @@ LEGAL = {
 }
 MAX_SPLITS = 1024
 OVERSUBSCRIBE = 2  # items of a balanced launch for each processor
-MIN_UNITS = 4  # steps of the loop that are worth an item of their own
+MIN_UNITS = 4  # steps of the loop that are worth an item, where a processor gets several
 PLAN_ROWS = (32, 128, 1024)  # sizes that the balanced plan is compiled for
 PLAN_KEYS = 8192  # shorter rows are not worth a plan of ragged lengths
 PLAN_LISTED_KEYS = 65536  # and listed blocks among fewer keys none of ragged lists
@@ -34,6 +34,7 @@ NIBBLE_REGISTERS = 0  # 0 leaves it to the compiler
 BYTE_REGISTERS = 136
 WIDE_REGISTERS = 168  # where rows have more bytes than would fit as often
 REGISTERS = 65536  # of a processor
+SHORT_SHARE = 16  # steps up to which all have their bounds checked if the last one has to
 SPAN = 1024  # keys of a split where all are cut at the same places
 FEW_SPLITS = 16  # partial results that the reduction takes at a time where there are no more
 MANY_SPLITS = 64  # and where longer rows may have more
@@ -336,10 +337,11 @@ def choose_config(
     if stored is None and not plan_rows and "BLOCK_N" not in options:
         loop = _spread(loop, programs * num_splits, D, Dv, itemsize, BLOCK_M, KV_BLOCK, device)
     wide = _unit(128, KV_BLOCK)
-    # A block is one step then, and its number, or those of many small pages, are fetched at once.
-    gains = page_size % loop.BLOCK_N != 0 if not plan_rows else not ragged
-    # Rows that may well stay whole, one to a processor, had better not meet in pairs on some.
-    gains = gains or (plan_rows > 0 and programs <= device.processors)
+    # The numbers of many small pages are fetched at once then.
+    gains = page_size % loop.BLOCK_N != 0
+    if plan_rows:
+        # A block is one step, or rows that may well stay whole do not meet in pairs on some.
+        gains = not ragged or programs <= device.processors
     if loop.widens and wide > loop.BLOCK_N and gains:
         loop = replace(loop, BLOCK_N=wide, num_stages=3)
     elif loop.widens and page_size % loop.BLOCK_N:

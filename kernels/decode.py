@@ -21,6 +21,7 @@ import triton.language as tl
 from flexdecode.kernels.attend import Cache, Mode, Mods, Share, Tile, attend
 from flexdecode.kernels.codes import grain, value_dtype
 from flexdecode.kernels.coefficients import coefficients_of, is_by_row
+from flexdecode.kernels.configs import SHORT_SHARE as _SHORT_SHARE
 from flexdecode.kernels.float8 import float8_pointer, suits_float8
 from flexdecode.kernels.pages import Pages, lie_of_units
 from flexdecode.kernels.pieces import load_columns, store_columns
@@ -36,6 +37,7 @@ from flexdecode.kernels.tiles import (
     begin,
     cdiv,
     count_units,
+    divide,
     drop_rows,
     finish_rows,
     load_kv_len,
@@ -47,8 +49,15 @@ from flexdecode.kernels.tiles import (
     store_pieces,
     zero_pieces,
 )
-from flexdecode.kernels.worklist import find_item, plan_items, share_of, span_of
+from flexdecode.kernels.worklist import (
+    pick,
+    place_rows,
+    plan_items,
+    share_of,
+    span_of,
+)
 
+SHORT_SHARE = tl.constexpr(_SHORT_SHARE)
 # Everything that changes from call to call: no value of these compiles a kernel of its own.
 RUN_TIME = (
     "stride_qb stride_qh stride_ql stride_kb stride_kh stride_kn stride_vb stride_vh stride_vn "
@@ -58,7 +67,7 @@ RUN_TIME = (
     "stride_pb parts stride_kv_len stride_kv_start stride_q_offset "
     "stride_tb stride_th columns full_columns "
     "stride_sb stride_sh stride_sq scale kv_len q_offset Hkv G Lq Lkv "
-    "BLOCK_Q TG TQ rows heads nQ inner num_splits processors"
+    "BLOCK_Q TG TQ rows heads nQ inner num_splits slots"
 ).split()
 # Small arrays that may be views at any address.
 ANY_ADDRESS = (
@@ -204,7 +213,7 @@ def _decode_kernel(
     nQ: tl.int32,
     inner: tl.int32,  # programs of an item: KV heads that share a list, times tiles of its queries
     num_splits: tl.int32,
-    processors: tl.int32,
+    slots: tl.int32,  # items that the device works on at a time
     score_args,
     mask_args,
     SCORE_MOD: tl.constexpr,
@@ -213,6 +222,7 @@ def _decode_kernel(
     EXACT: tl.constexpr,  # full blocks end within kv_len
     ASK_FULL: tl.constexpr,  # those that do not are asked about like partial ones
     ONE_QUERY: tl.constexpr,  # BLOCK_Q == 1
+    ONE_LIST: tl.constexpr,  # heads == 1
     ONE_TILE: tl.constexpr,  # nQ == 1, and one tile holds a list's queries and heads
     ROWS: tl.constexpr,  # power of two, at least rows, to balance items over rows; or 0
     SPAN: tl.constexpr,  # keys of a split, where all are cut at the same places; or 0
@@ -249,42 +259,43 @@ def _decode_kernel(
     FIXED: tl.constexpr = not READS_PLAN and (
         kv_len_ptr is None and kv_start_ptr is None and kv_num_blocks_ptr is None
     )
+    ONE_LOOP: tl.constexpr = kv_num_blocks_ptr is None and ROWS == 0 and SPAN == 0
     if READS_PLAN:
         begin(None, PDL)
 
     # -- who am I: an item of a row's active blocks, some of its heads and queries ----
     pid = tl.program_id(0)
-    item = pid // inner
-    part_of_item = pid % inner
+    # Either lists differ by KV head, or all KV heads work on the same one.
+    item, part_of_item = pid, 0
+    if not ONE_TILE or ONE_LIST:
+        item, part_of_item = divide(pid, inner)
     lengths = (kv_len_ptr, stride_kv_len, kv_len, kv_start_ptr, stride_kv_start, Lkv)
     if ROWS > 0:
+        where = place_rows(tl.arange(0, ROWS), heads, nQ, ONE_LIST, ONE_TILE)
         lists = (kv_num_blocks_ptr, full_kv_num_blocks_ptr, stride_tb, stride_th)
-        numbering = (rows, heads, nQ, inner, num_splits, processors)
-        items, firsts = plan_items(lengths, lists, numbering, tiles_ptr, ROWS, KV_BLOCK, BLOCK_N)
-        table_row, num_items, split = find_item(item, items, firsts, ROWS)
-        if num_items == 0:
-            return
+        plan = plan_items(where, lengths, lists, rows, slots, tiles_ptr, ROWS, KV_BLOCK, BLOCK_N)
+        mine = (plan.firsts <= item) & (item < plan.firsts + plan.items)
+        if pick(mine, plan.items) == 0:
+            return  # there is no such item
+        split = item - pick(mine, plan.firsts)
+        table_b = pick(mine, plan.b)
+        head_kv = item * 0 if ONE_LIST else pick(mine, plan.h)
+        q_block = item * 0 if ONE_TILE else pick(mine, plan.q_block)
     else:
-        table_row = item // num_splits
-        split = item % num_splits
-        num_items = num_splits
+        table_row, split = divide(item, num_splits)
+        table_b, head_kv, q_block = place_rows(table_row, heads, nQ, ONE_LIST, ONE_TILE)
     first_head = 0  # of the group
     first_row = 0
     last_row = Lq
-    q_block = 0
     if not ONE_TILE:
-        q_block = table_row % nQ
-        table_row = table_row // nQ
         head_tiles = cdiv(G, TG)
         q_tiles = cdiv(tl.minimum(BLOCK_Q, Lq), TQ)
-        first_head = part_of_item % head_tiles * TG
-        part_of_item = part_of_item // head_tiles
-        first_row = q_block * BLOCK_Q + part_of_item % q_tiles * TQ
-        part_of_item = part_of_item // q_tiles
+        part_of_item, head_tile = divide(part_of_item, head_tiles)
+        part_of_item, q_tile = divide(part_of_item, q_tiles)
+        first_head = head_tile * TG
+        first_row = q_block * BLOCK_Q + q_tile * TQ
         last_row = tl.minimum(Lq, (q_block + 1) * BLOCK_Q)
-    # Either lists differ by KV head, or all KV heads work on the same one.
-    head_kv = (table_row % heads + part_of_item).to(tl.int64)
-    table_b = table_row // heads
+    head_kv = (head_kv + part_of_item).to(tl.int64)
     b = table_b
     q_len = Lq
     position = first_row  # in the sequence, of the first row of this tile
@@ -320,17 +331,32 @@ def _decode_kernel(
         q = load_queries(
             q_ptr, q_rows, stride_qd, real, FLOAT8, Q_FORMAT, K_FORMAT, K_GROUPS, D, D_0, D_1
         )
-    kv_len = load_kv_len(lengths, b64, None)
     table_row = table_b * stride_tb + head_kv * stride_th + q_block
-    full, partial = count_units(
-        kv_num_blocks_ptr, full_kv_num_blocks_ptr, table_row, kv_len, KV_BLOCK, BLOCK_N
-    )
+    if ROWS > 0:
+        full = pick(mine, plan.full)
+        partial = pick(mine, plan.partial)
+        share = pick(mine, plan.shares)
+    if ROWS > 0 and kv_num_blocks_ptr is None:
+        kv_len = pick(mine, plan.kv_len)
+    else:
+        kv_len = load_kv_len(lengths, b64, None)
+    if ROWS == 0:
+        full, partial = count_units(
+            kv_num_blocks_ptr, full_kv_num_blocks_ptr, table_row, kv_len, KV_BLOCK, BLOCK_N
+        )
+        share = share_of(full + partial, num_splits, KV_BLOCK, BLOCK_N)
     if SPAN == 0:
-        share, working = share_of(full + partial, num_items)
         first = split * share
         last = tl.minimum(first + share, full + partial)
+        idle = first >= tl.maximum(full + partial, 1)
+        alone = share >= full + partial
+        if ONE_LOOP:
+            # A second loop would wait for its first keys again. Bounds in every step cost less, but
+            # where other programs of the row would have to wait for this one.
+            full = tl.where((last > full) & (alone | (share <= SHORT_SHARE)), 0, full)
     else:
-        working = tl.maximum(cdiv(kv_len, SPAN), 1)
+        idle = split >= tl.maximum(cdiv(kv_len, SPAN), 1)
+        alone = kv_len <= SPAN
 
     # -- where my keys, pages and blocks are ----
     k_ptr += head_kv * stride_kh * ALIGN_K
@@ -371,12 +397,12 @@ def _decode_kernel(
 
     # -- my queries, and whether there is anything to do ----
     if FIXED:
-        begin(address_of(k_ptr) | address_of(v_ptr) | working, PDL)
+        begin(address_of(k_ptr) | address_of(v_ptr) | share, PDL)
         q = load_queries(
             q_ptr, q_rows, stride_qd, real, FLOAT8, Q_FORMAT, K_FORMAT, K_GROUPS, D, D_0, D_1
         )
     DTYPE: tl.constexpr = tl.bfloat16 if Q_FORMAT != "" else q[0].dtype
-    if split >= working:
+    if idle:
         return
     bias_rows = None
     if bias_ptr is not None:
@@ -468,6 +494,7 @@ def _decode_kernel(
         Mods(SCORE_MOD, score_args, MASK_MOD, mask_args),
         Mode(KV_BLOCK, BLOCK_N, EXACT, ASK_FULL, LIKE_K, V_IN_K, FLOAT8, ASSEMBLY, INPUT_PRECISION),
         HAS_FULL=SPAN == 0 and (kv_num_blocks_ptr is None or full_kv_num_blocks_ptr is not None),
+        ONE_LOOP=ONE_LOOP,
     )
     l_i = tl.sum(l_i, 1)  # [BLOCK_M]
     if V_FORMAT != "":
@@ -488,7 +515,7 @@ def _decode_kernel(
 
     # -- the result, or this split's part of it ----
     out_row = (table_b * Hkv * G + head) * Lq + row  # [BLOCK_M], of [B, Hq, Lq]
-    if working == 1:
+    if alone:
         sink = None
         if sinks_ptr is not None:
             sink = tl.load(sinks_ptr + head, mask=real, other=0.0)

@@ -222,6 +222,7 @@ def make_plan(call: DecodeCall, config: DecodeConfig) -> Plan:
             and not tables.exact
             and call.mask_mod is not None,
             "ONE_QUERY": BLOCK_Q == 1,
+            "ONE_LIST": layout.heads == 1,
             "ONE_TILE": call.tiles is None
             and layout.nQ == 1
             and layout.inner * layout.heads == Hkv,
@@ -298,7 +299,7 @@ def make_plan(call: DecodeCall, config: DecodeConfig) -> Plan:
             layout.nQ,
             layout.inner,
             config.num_splits,
-            config.processors,
+            layout.slots,
         ),
         parts=parts,
         scratch=parts * (Dv + 2),

@@ -19,6 +19,8 @@ class Layout:
         Items of all rows at the most.
     tile_rows : int
         Real rows of a tile.
+    slots : int
+        Items that the device works on at a time.
     """
 
     rows: int
@@ -27,6 +29,7 @@ class Layout:
     inner: int
     items: int
     tile_rows: int
+    slots: int
 
     @classmethod
     def of(
@@ -51,9 +54,10 @@ class Layout:
         inner = Hkv // heads * q_tiles * ceil_div(G, config.TG)
         rows = B * heads * nQ
         items = rows * config.num_splits
+        slots = max(config.processors // max(inner, 1), 1)
         if config.plan_rows:
-            items = fair_items(rows, max(config.processors // inner, 1)) + rows
-        return cls(rows, heads, nQ, inner, items, config.TG * config.TQ)
+            items = fair_items(rows, slots) + rows
+        return cls(rows, heads, nQ, inner, items, config.TG * config.TQ, slots)
 
     @property
     def programs(self) -> int:
@@ -67,8 +71,16 @@ def fair_items(rows: int, slots: int) -> int:
     Each of the `rows` may have one more, a short last one. Where rows are few beside the `slots` of
     the device the shares grow a little for those, so that no program has to wait for a place.
     """
-    items = slots * OVERSUBSCRIBE
+    items = slots if are_few(rows, slots) else slots * OVERSUBSCRIBE
     return items - rows if rows * 4 <= items else items
+
+
+def are_few(rows: int, slots: int) -> bool:
+    """True where one item for each place on the device is fair enough.
+
+    Two would now and then meet on one processor and leave another without any.
+    """
+    return rows * 16 <= slots
 
 
 def kernel_block_size(

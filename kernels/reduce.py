@@ -15,12 +15,12 @@ from flexdecode.kernels.tiles import (
     load_query_tile,
     loop_bound,
 )
-from flexdecode.kernels.worklist import items_of, plan_items, share_of
+from flexdecode.kernels.worklist import count_working, pick, place_rows, plan_items, share_of
 
 RUN_TIME = (
     "parts stride_ob stride_oh stride_ol stride_kv_len stride_kv_start stride_tb stride_th kv_len "
     "Hkv G Lq Lkv "
-    "BLOCK_Q TG TQ rows heads nQ inner num_splits processors"
+    "BLOCK_Q TG TQ rows heads nQ inner num_splits slots"
 ).split()
 ANY_ADDRESS = (
     "sinks_ptr lse_ptr max_ptr kv_len_ptr kv_start_ptr tiles_ptr kv_num_blocks_ptr "
@@ -44,14 +44,15 @@ def load_parts(
     part = start + tl.arange(0, SPLITS)
     written = part < working
     at = part.to(tl.int64) * stride_part
-    m = tl.load(m_ptr + at, mask=written, other=float("-inf"))
-    l = tl.load(m_ptr + parts + at, mask=written, other=0.0)
     offs_d = tl.arange(0, BLOCK_DV)
+    # First, since the compiler may put what is loaded after m off until m is there.
     tile = tl.load(
         acc_ptr + (at * DV)[:, None] + offs_d[None, :],
         mask=written[:, None] & (offs_d < DV)[None, :],
         other=0.0,
     )
+    m = tl.load(m_ptr + at, mask=written, other=float("-inf"))
+    l = tl.load(m_ptr + parts + at, mask=written, other=0.0)
     return m, l, tile
 
 
@@ -92,7 +93,7 @@ def _reduce_kernel(
     nQ: tl.int32,
     inner: tl.int32,
     num_splits: tl.int32,
-    processors: tl.int32,
+    slots: tl.int32,
     ROWS: tl.constexpr,
     SPAN: tl.constexpr,
     DV: tl.constexpr,
@@ -127,20 +128,24 @@ def _reduce_kernel(
     lengths = (kv_len_ptr, stride_kv_len, kv_len, kv_start_ptr, stride_kv_start, Lkv)
     if ROWS > 0:
         lists = (kv_num_blocks_ptr, full_kv_num_blocks_ptr, stride_tb, stride_th)
-        numbering = (rows, heads, nQ, inner, num_splits, processors)
-        items, firsts = plan_items(lengths, lists, numbering, tiles_ptr, ROWS, KV_BLOCK, BLOCK_N)
-        num_items, first_item = items_of(tl.arange(0, ROWS) == table_row, items, firsts)
+        where = place_rows(tl.arange(0, ROWS), heads, nQ, False, False)
+        plan = plan_items(where, lengths, lists, rows, slots, tiles_ptr, ROWS, KV_BLOCK, BLOCK_N)
+        mine = tl.arange(0, ROWS) == table_row
+        first_item = pick(mine, plan.firsts)
+        share = pick(mine, plan.shares)
     else:
-        num_items = num_splits
         first_item = table_row * num_splits
     kv_len = load_kv_len(lengths, b, None)
     at = table_b * stride_tb + head_kv * stride_th + q_block
     full, partial = count_units(
         kv_num_blocks_ptr, full_kv_num_blocks_ptr, at, kv_len, KV_BLOCK, BLOCK_N
     )
-    _, working = share_of(full + partial, num_items)
     if SPAN > 0:
         working = tl.maximum(cdiv(kv_len, SPAN), 1)
+    else:
+        if ROWS == 0:
+            share = share_of(full + partial, num_splits, KV_BLOCK, BLOCK_N)
+        working = count_working(full + partial, share)
     head_tiles = cdiv(G, TG)
     q_tiles = cdiv(tl.minimum(BLOCK_Q, Lq), TQ)
     part_of_item = tl.where(heads == 1, head_kv, 0) * q_tiles + row_in_block // TQ

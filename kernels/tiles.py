@@ -18,7 +18,20 @@ LN2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def cdiv(a, b):
     """Smallest integer not below a / b, for a >= 0 and b > 0."""
-    return (a + b - 1) // b
+    return quotient(a + b - 1, b)
+
+
+@triton.jit
+def quotient(a, b):
+    """Return a // b for a >= 0 and b > 0: a third fewer instructions than with signs."""
+    return (tl.cast(a, tl.uint32) // tl.cast(b, tl.uint32)).to(tl.int32)
+
+
+@triton.jit
+def divide(a, b):
+    """Quotient and remainder, for a >= 0 and b > 0."""
+    whole = quotient(a, b)
+    return whole, a - whole * b
 
 
 @triton.jit
@@ -157,19 +170,37 @@ def count_units(
     KV_BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Units of BLOCK_N keys that a table row lists, as (full, partial).
-
-    Without a table every key is allowed: the units below kv_len are full, a cut one is partial.
-    """
-    SUBS: tl.constexpr = (KV_BLOCK + BLOCK_N - 1) // BLOCK_N
+    """Units of BLOCK_N keys that a table row lists, or that lie below kv_len: (full, partial)."""
     if num_ptr is None:
-        full = kv_len // BLOCK_N
-        partial = cdiv(kv_len, BLOCK_N) - full
+        full, partial = units_below(kv_len, BLOCK_N)
     else:
-        partial = tl.load(num_ptr + table_row) * SUBS
-        full = partial * 0
-        if full_num_ptr is not None:
-            full = tl.load(full_num_ptr + table_row) * SUBS
+        full, partial = load_units(num_ptr, full_num_ptr, table_row, None, KV_BLOCK, BLOCK_N)
+    return full, partial
+
+
+@triton.jit
+def units_below(kv_len, BLOCK_N: tl.constexpr):
+    """Units of BLOCK_N keys, (full, partial), where every key is allowed: a cut one is partial."""
+    full = kv_len // BLOCK_N
+    return full, cdiv(kv_len, BLOCK_N) - full
+
+
+@triton.jit
+def load_units(
+    num_ptr,
+    full_num_ptr,
+    row,  # scalar, or [N]
+    there,  # [N], int1: which rows exist; None for a scalar
+    KV_BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Units that rows of a table list, as (full, partial)."""
+    SUBS: tl.constexpr = (KV_BLOCK + BLOCK_N - 1) // BLOCK_N
+    other: tl.constexpr = None if there is None else 0
+    partial = tl.load(num_ptr + row, mask=there, other=other) * SUBS
+    full = partial * 0
+    if full_num_ptr is not None:
+        full = tl.load(full_num_ptr + row, mask=there, other=other) * SUBS
     return full, partial
 
 

@@ -9,91 +9,132 @@ itself, in registers: cheaper than a launch of its own, and nothing waits for th
 bits of a row must depend on that row alone, it is cut at fixed positions instead (`span_of`).
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from flexdecode.kernels.configs import MIN_SHARE as _MIN_SHARE
 from flexdecode.kernels.configs import MIN_UNITS as _MIN_UNITS
 from flexdecode.kernels.configs import OVERSUBSCRIBE as _OVERSUBSCRIBE
-from flexdecode.kernels.tiles import cdiv, load_kv_len, loop_bound
+from flexdecode.kernels.tiles import (
+    cdiv,
+    divide,
+    load_kv_len,
+    load_units,
+    loop_bound,
+    quotient,
+    units_below,
+)
 
 MIN_SHARE = tl.constexpr(_MIN_SHARE)
 MIN_UNITS = tl.constexpr(_MIN_UNITS)
 OVERSUBSCRIBE = tl.constexpr(_OVERSUBSCRIBE)
 
 
+class Plan(NamedTuple):
+    """Every row of a balanced launch and how it is cut, [ROWS] int32 each."""
+
+    b: tl.tensor
+    h: tl.tensor  # of the KV heads whose lists differ
+    q_block: tl.tensor
+    kv_len: tl.tensor  # of its sequence; 0 where there are lists, which do without
+    full: tl.tensor  # units
+    partial: tl.tensor
+    items: tl.tensor  # 0: there is no such row
+    firsts: tl.tensor  # number of its first item
+    shares: tl.tensor  # units of each item but the last
+
+
+@triton.jit
+def place_rows(row, heads, nQ, ONE_LIST: tl.constexpr, ONE_BLOCK: tl.constexpr):
+    """Sequence, KV head and block of queries of a row, or of several; see `_decode_kernel`."""
+    q_block = row * 0
+    h = row * 0
+    if not ONE_BLOCK:
+        row, q_block = divide(row, nQ)
+    if not ONE_LIST:
+        row, h = divide(row, heads)
+    return row, h, q_block
+
+
 @triton.jit
 def plan_items(
+    where,  # from `place_rows`
     lengths,  # see `load_kv_len`
     lists,  # (kv_num_blocks_ptr or None, full_kv_num_blocks_ptr or None, their strides by b and h)
-    numbering,  # (rows, heads, nQ, inner, num_splits, processors), see `Layout`
+    rows,
+    slots,  # items that the device works on at a time
     tiles_ptr,  # tiles of packed queries, see `load_query_tile`; or None
     ROWS: tl.constexpr,  # power of two, at least rows
     KV_BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Items of every row, and which is its first: (items, firsts), both [ROWS] int32.
+    """Return the `Plan`.
 
-    Rows stay whole where that fills the device evenly; otherwise none is longer than a share of a
-    processor's fair part. Every row has an item at least, so that empty ones are written too. Rows
-    that are cut come first: short ones then fill what their long items leave.
+    Few rows are cut into as many items as the device works on at a time. So are more rows that are
+    about equally long, or they stay whole; of others none is longer than a share of a processor's
+    fair part. Every row has an item at least, so that empty ones are written too. Rows that are cut
+    come first: short ones then fill what their long items leave.
     """
-    SUBS: tl.constexpr = (KV_BLOCK + BLOCK_N - 1) // BLOCK_N
     num_ptr, full_num_ptr, stride_tb, stride_th = lists
-    rows, heads, nQ, inner, _, processors = numbering
-    row = tl.arange(0, ROWS)
-    there = row < rows
-    b = row // nQ // heads
+    b, h, q_block = where
+    there = tl.arange(0, ROWS) < rows
+    kv_len = tl.zeros((ROWS,), tl.int32)
     if num_ptr is None:
+        sequence = b
         used = there
         if tiles_ptr is not None:
-            b = tl.load(tiles_ptr + row % nQ, mask=there, other=-1)
-            used = b >= 0
-            b = tl.maximum(b, 0)
-        length = load_kv_len(lengths, b.to(tl.int64), used)
-        units = tl.where(used, cdiv(length, BLOCK_N), 0)
+            sequence = tl.load(tiles_ptr + q_block, mask=there, other=-1)
+            used = sequence >= 0
+            sequence = tl.maximum(sequence, 0)
+        kv_len = tl.where(used, load_kv_len(lengths, sequence.to(tl.int64), used), 0)
+        full, partial = units_below(kv_len, BLOCK_N)
     else:
-        at = b.to(tl.int64) * stride_tb + row // nQ % heads * stride_th + row % nQ
-        units = tl.load(num_ptr + at, mask=there, other=0) * SUBS
-        if full_num_ptr is not None:
-            units += tl.load(full_num_ptr + at, mask=there, other=0) * SUBS
-    units = tl.where(there, units, 0)
+        at = b.to(tl.int64) * stride_tb + h * stride_th + q_block
+        full, partial = load_units(num_ptr, full_num_ptr, at, there, KV_BLOCK, BLOCK_N)
+    units = full + partial
     total = tl.sum(units, 0)
     longest = tl.max(units, 0)
-    slots = tl.maximum(processors // inner, 1)
-    waves = cdiv(tl.sum((units > 0).to(tl.int32), 0), slots)
-    spare = tl.where(rows * 4 <= slots * OVERSUBSCRIBE, rows, 0)  # see `fair_items`
-    share = tl.maximum(cdiv(total, slots * OVERSUBSCRIBE - spare), MIN_UNITS)
-    if waves * longest * 8 <= cdiv(total, slots) * 9:
-        share = tl.maximum(longest, 1)
-    items = tl.where(there, tl.maximum(cdiv(units, share), 1), 0)
-    cut = tl.where(items > 1, items, 0)
-    whole = items - cut
-    firsts = tl.cumsum(cut, 0) - cut
-    firsts = tl.where(items > 1, firsts, tl.cumsum(whole, 0) - whole + tl.sum(cut, 0))
-    return items, firsts
+    busy = tl.sum((units > 0).to(tl.int32), 0)
+    if rows * 16 <= slots:  # see `fair_items`
+        share = cdiv(total, slots - rows)
+    else:
+        spare = tl.where(rows * 4 <= slots * OVERSUBSCRIBE, rows, 0)
+        share = tl.maximum(cdiv(total, slots * OVERSUBSCRIBE - spare), MIN_UNITS)
+        even = cdiv(longest, tl.maximum(quotient(slots, tl.maximum(busy, 1)), 1))
+        if cdiv(busy, slots) * even * 8 <= cdiv(total, slots) * 9:
+            share = even
+    items = tl.maximum(cdiv(units, tl.maximum(share, MIN_SHARE)), 1)
+    shares = share_of(units, items, KV_BLOCK, BLOCK_N)
+    items = tl.where(there, items, 0)
+    # One scan numbers both kinds of rows: there are fewer than 2048.
+    kinds = tl.where(items > 1, items * 2048, items)
+    before = tl.cumsum(kinds, 0) - kinds
+    firsts = tl.where(items > 1, before // 2048, before % 2048 + tl.sum(kinds, 0) // 2048)
+    return Plan(b, h, q_block, kv_len, full, partial, items, firsts, shares)
 
 
 @triton.jit
-def find_item(item, items, firsts, ROWS: tl.constexpr):
-    """Row of an item, the row's number of items (0: there is no such item), and which this is."""
-    row = tl.arange(0, ROWS)
-    mine = (firsts <= item) & (item < firsts + items)
-    count, first = items_of(mine, items, firsts)
-    return tl.sum(tl.where(mine, row, 0), 0), count, item - first
+def pick(mine, column):
+    """Entry of a column of a plan in the one row that is `mine`; 0 where there is none."""
+    return tl.sum(tl.where(mine, column, 0), 0)
 
 
 @triton.jit
-def items_of(mine, items, firsts):
-    """Return the number of items of the one row that is `mine`, and its first item."""
-    return tl.sum(tl.where(mine, items, 0), 0), tl.sum(tl.where(mine, firsts, 0), 0)
-
-
-@triton.jit
-def share_of(units, items):
-    """Units of each of a row's items, and how many items then have work (one at least)."""
+def share_of(units, items, KV_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Units of each of a row's items but the last: whole blocks, where two at least are shared."""
+    SUBS: tl.constexpr = (KV_BLOCK + BLOCK_N - 1) // BLOCK_N
     share = tl.maximum(cdiv(units, items), MIN_SHARE)
-    return share, tl.maximum(cdiv(units, share), 1)
+    if SUBS > 1:
+        share = tl.where(share > 2 * SUBS, cdiv(share, SUBS) * SUBS, share)
+    return share
+
+
+@triton.jit
+def count_working(units, share):
+    """How many of a row's items have work; one at least."""
+    return tl.maximum(cdiv(units, share), 1)
 
 
 @triton.jit

@@ -180,7 +180,7 @@ def test_ragged_lists_get_balanced_shares():
     report = explain(q, k, v, kv_len=lengths, device_name="H100")
     assert report.work.balanced and "balanced shares" in str(report)
     steps = -(-lengths // report.work.config.BLOCK_N)
-    items = balanced_items(steps, 2, 132)
+    items = balanced_items(steps, 66)
     assert report.work.busy == 2 * int(items.sum()) <= report.work.programs
     assert report.work.busiest < int(steps.max()) / 8
     assert report.work.mean == int(steps.sum()) / int(items.sum())
@@ -197,7 +197,7 @@ def test_balanced_items_are_those_of_the_kernels(seed):
     generator = torch.Generator().manual_seed(seed)
     units = torch.randint(0, 400, (37,), generator=generator) * (seed != 2)
     units[5] = 3000 * (seed == 0)
-    assert balanced_items(units, 3, 24).tolist() == planned_items(units, 3, 24)
+    assert balanced_items(units, 8).tolist() == planned_items(units, 8)
 
 
 @pytest.mark.parametrize(
