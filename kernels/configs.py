@@ -339,7 +339,7 @@ def choose_config(
     wide = _unit(128, KV_BLOCK)
     # The numbers of many small pages are fetched at once then.
     gains = page_size % loop.BLOCK_N != 0
-    if plan_rows:
+    if plan_rows and programs * 16 > device.processors:  # see `are_few` in layout.py
         # A block is one step, or rows that may well stay whole do not meet in pairs on some.
         gains = not ragged or programs <= device.processors
     if loop.widens and wide > loop.BLOCK_N and gains:
