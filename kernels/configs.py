@@ -333,7 +333,8 @@ def choose_config(
     if stored is not None:
         # Decoding keeps warps busy: several programs on a processor hide one another's waits.
         device = replace(device, processors=device.processors * loop.residents)
-    num_splits = _choose_splits(programs, units, keys, device, options)
+    steps = ceil_div(KV_BLOCK or loop.BLOCK_N, loop.BLOCK_N)
+    num_splits = _choose_splits(programs, units, steps, keys, device, options)
     if stored is None and not plan_rows and "BLOCK_N" not in options:
         loop = _spread(loop, programs * num_splits, D, Dv, itemsize, BLOCK_M, KV_BLOCK, device)
     wide = _unit(128, KV_BLOCK)
@@ -347,7 +348,7 @@ def choose_config(
     elif loop.widens and page_size % loop.BLOCK_N:
         loop = replace(loop, num_stages=min(loop.num_stages, 3))
     # Two sizes only, whatever the length: each is a kernel of its own.
-    longest = _choose_splits(programs, MAX_SPLITS, WHOLE_KEYS + 1, device, {})
+    longest = _choose_splits(programs, MAX_SPLITS * MIN_SHARE, 1, WHOLE_KEYS + 1, device, {})
     reduce_splits = FEW_SPLITS if max(num_splits, longest) <= FEW_SPLITS else MANY_SPLITS
     width = next_power_of_2(Dv)
     return DecodeConfig(
@@ -550,12 +551,19 @@ def _choose_plan(lists: int, least: int, keys: int, options: Mapping[str, int]) 
 
 
 def _choose_splits(
-    programs: int, units: int, keys: int, device: Device, options: Mapping[str, int]
+    programs: int, units: int, steps: int, keys: int, device: Device, options: Mapping[str, int]
 ) -> int:
-    """Share each tile's units among enough programs to fill the device, and no more."""
+    """Share each tile's units among enough programs to fill the device, and no more.
+
+    Shares are whole blocks of so many `steps`, as `share_of` in worklist.py makes them: no program
+    is left without one.
+    """
     if "num_splits" in options:
         return options["num_splits"]
     if programs == 0 or programs * 4 >= device.processors * 3 or keys <= WHOLE_KEYS:
         return 1
-    useful = ceil_div(units, MIN_SHARE)
-    return max(1, min(device.processors // programs, useful, MAX_SPLITS))
+    splits = max(1, min(device.processors // programs, MAX_SPLITS))
+    share = max(ceil_div(units, splits), MIN_SHARE)
+    if share > 2 * steps:
+        share = ceil_div(share, steps) * steps
+    return ceil_div(units, share)
