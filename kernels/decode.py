@@ -49,13 +49,7 @@ from flexdecode.kernels.tiles import (
     store_pieces,
     zero_pieces,
 )
-from flexdecode.kernels.worklist import (
-    pick,
-    place_rows,
-    plan_items,
-    share_of,
-    span_of,
-)
+from flexdecode.kernels.worklist import pick, place_rows, plan_items, share_of, span_of
 
 SHORT_SHARE = tl.constexpr(_SHORT_SHARE)
 # Everything that changes from call to call: no value of these compiles a kernel of its own.

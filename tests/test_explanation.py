@@ -10,8 +10,9 @@ import torch
 
 from flexdecode import attention, create_block_mask, explain, mask_mod
 from flexdecode.kernels import configs
+from flexdecode.kernels.layout import fair_items
 from flexdecode.masks import alibi, causal, documents, per_head, sliding_window
-from flexdecode.plan import balanced_items
+from flexdecode.plan import balanced_items, shares_of
 
 
 def inputs(B=1, Hq=4, Hkv=2, Lq=1, Lkv=1000, D=16, Dv=32, Bkv=None):
@@ -186,18 +187,25 @@ def test_ragged_lists_get_balanced_shares():
     assert report.work.mean == int(steps.sum()) / int(items.sum())
 
 
+@pytest.mark.parametrize("slots", [8, 40, 640])
 @pytest.mark.parametrize("seed", range(4))
-def test_balanced_items_are_those_of_the_kernels(seed):
+def test_balanced_items_are_those_of_the_kernels(seed, slots):
     triton = pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("runs in the interpreter")
-    from tests.plan_kernel import planned_items
+    from tests.plan_kernel import planned
 
     assert triton
     generator = torch.Generator().manual_seed(seed)
-    units = torch.randint(0, 400, (37,), generator=generator) * (seed != 2)
-    units[5] = 3000 * (seed == 0)
-    assert balanced_items(units, 8).tolist() == planned_items(units, 8)
+    blocks = torch.randint(0, 200, (37,), generator=generator) * (seed != 2)
+    blocks[5] = 3000 * (seed == 0)
+    if seed == 3:
+        blocks = blocks // 40 + 160  # about equally long
+    items = balanced_items(2 * blocks, slots)
+    shares = shares_of(2 * blocks, items, 2)
+    assert (items.tolist(), shares.tolist()) == planned(blocks, slots)
+    assert (items * shares >= 2 * blocks).all()
+    assert items.sum() <= fair_items(37, slots) + 37  # the programs that are launched
 
 
 @pytest.mark.parametrize(

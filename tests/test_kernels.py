@@ -648,6 +648,8 @@ def test_quantised_keys_are_rows_where_queries_are_few():
 def test_splits_fill_the_device_and_no_more():
     assert choose().num_splits == 16
     assert choose(keys=131072).num_splits == 16
+    # 51 blocks, four to a share: none of the programs is left without one.
+    assert choose(keys=6528, BLOCK_Q=128, KV_BLOCK=128).num_splits == 13
     assert choose(B=16).num_splits == 1
     assert choose(keys=64).num_splits == 1
     assert choose(Lq=4).num_splits == choose(Lq=1).num_splits
