@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -21,13 +22,14 @@ class Mask:
     kind : "causal", "window" or "blocks"
     window : int, tokens
         Of a "window": the newest keys, the query's own included.
-    fraction : float
-        Of "blocks": the share of key blocks that each KV head of each sequence keeps.
+    fraction : float or tuple of float
+        Of "blocks": the share of key blocks that each KV head of each sequence keeps, or that they
+        keep in turn.
     """
 
     kind: Literal["causal", "window", "blocks"]
     window: int = 0
-    fraction: float = 1.0
+    fraction: float | tuple[float, ...] = 1.0
 
 
 @dataclass(frozen=True)
@@ -74,21 +76,28 @@ class Case:
         """Valid keys of sequence `b`."""
         return self.Lkv if self.lengths is None else self.lengths[b]
 
-    def blocks_kept(self) -> int:
-        """Blocks that a "blocks" mask keeps, for each KV head of each sequence."""
+    def blocks_kept(self) -> list[int]:
+        """Blocks that a "blocks" mask keeps for each KV head of the first sequence, the next ..."""
         assert self.mask is not None
-        return max(1, round(self.mask.fraction * (self.Lkv // BLOCK)))
+        fraction = self.mask.fraction
+        fractions = (fraction,) if isinstance(fraction, float) else fraction
+        return [
+            max(1, round(fractions[n % len(fractions)] * (self.Lkv // BLOCK)))
+            for n in range(self.B * self.Hkv)
+        ]
 
     def active_keys(self) -> int:
-        """Keys that must be read, summed over sequences, for one KV head."""
+        """Keys that must be read, summed over sequences and KV heads."""
         total = 0
         for b in range(self.B):
             keys = self.length(b)
             if self.mask is not None and self.mask.kind == "window":
                 keys = min(keys, self.mask.window + self.Lq - 1)
-            elif self.mask is not None and self.mask.kind == "blocks":
-                keys = min(keys, self.blocks_kept() * BLOCK)
-            total += keys
+            if self.mask is not None and self.mask.kind == "blocks":
+                kept = self.blocks_kept()[b * self.Hkv : (b + 1) * self.Hkv]
+                total += sum(min(keys, blocks * BLOCK) for blocks in kept)
+            else:
+                total += keys * self.Hkv
         return total
 
     @property
@@ -98,7 +107,7 @@ class Case:
 
     def active_bytes(self, itemsize: int) -> int:
         """Bytes of K and V that must be read once: what the floor counts."""
-        return self.active_keys() * self.Hkv * self.width * itemsize
+        return self.active_keys() * self.width * itemsize
 
     def stored_elements(self) -> int:
         """Elements of K and V as they lie in memory."""
@@ -223,6 +232,34 @@ def _density() -> list[Case]:
     ]
 
 
+def _uneven() -> list[Case]:
+    numbers = random.Random(1)
+    one = Case("", "uneven", 1, 32, 8, 128 * KIB)
+    kept = {
+        "lists of 40 % and seven of 1 %": (0.4, *[0.01] * 7),
+        "lists of 1 to 10 %": tuple(0.01 + 0.09 * n / 7 for n in range(8)),
+        "lists of 0 to 10 %": tuple(numbers.uniform(0, 0.1) for _ in range(8)),
+        "lists of 0 to 100 %": tuple(numbers.random() for _ in range(8)),
+    }
+    lists = tuple(numbers.uniform(0, 0.2) for _ in range(64))
+    few = (128 * KIB, *[2 * KIB] * 3)
+    some = tuple(numbers.randint(KIB, 32 * KIB) for _ in range(16))
+    many = tuple(numbers.randint(KIB, 16 * KIB) for _ in range(64))
+    return [
+        *[replace(one, name=name, mask=Mask("blocks", fraction=f)) for name, f in kept.items()],
+        replace(
+            one,
+            name="B8 lists of 0 to 20 %",
+            B=8,
+            Lkv=64 * KIB,
+            mask=Mask("blocks", fraction=lists),
+        ),
+        replace(one, name="lengths of 128k and three of 2k", B=4, lengths=few),
+        replace(one, name="16 lengths of 1k to 32k", B=16, Lkv=32 * KIB, lengths=some),
+        replace(one, name="64 lengths of 1k to 16k", B=64, Lkv=16 * KIB, lengths=many),
+    ]
+
+
 CASES = (
     *_dense(),
     *_mods(),
@@ -233,6 +270,7 @@ CASES = (
     *_dims(),
     *_lengths(),
     *_density(),
+    *_uneven(),
 )
 GROUPS = tuple(dict.fromkeys(case.group for case in CASES))
 

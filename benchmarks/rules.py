@@ -68,8 +68,8 @@ def selection(case: Case) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     noise = torch.rand(case.B, case.Hkv, case.Lkv // BLOCK, generator=generator)
     noise[:, :, -1] = 2.0
-    kept = noise.topk(case.blocks_kept(), dim=-1).indices
-    return torch.zeros_like(noise, dtype=torch.bool).scatter_(-1, kept, True)
+    rank = noise.argsort(-1, descending=True).argsort(-1)
+    return rank < torch.tensor(case.blocks_kept()).view(case.B, case.Hkv, 1)
 
 
 def _score(case: Case, device: torch.device) -> Callable[..., Any] | None:

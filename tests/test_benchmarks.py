@@ -176,7 +176,9 @@ def test_files_and_the_page_filled_from_them(tmp_path: Path) -> None:
     assert report.fill_page(filled, environment, read) == filled
 
 
-@pytest.mark.parametrize("name", ["window 1k of 128k B1", "ragged 31x2k [+] 1x128k"])
+@pytest.mark.parametrize(
+    "name", ["window 1k of 128k B1", "ragged 31x2k [+] 1x128k", "lists of 0 to 100 %"]
+)
 def test_run(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "r.json"
     main(

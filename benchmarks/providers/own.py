@@ -91,7 +91,9 @@ class FlexDecodeLists(FlexDecode):
     def block_mask(self, case: Case, rules: Rules, lengths: Tensor | None) -> Any:
         import flexdecode
 
-        numbers = [row.nonzero()[:, 0] for row in selection(case).flatten(0, 1)]
-        indices = torch.stack(numbers).view(case.B, case.Hkv, 1, -1).to(self.setup.device)
-        counts = torch.full_like(indices[..., 0], indices.shape[3])
+        kept = selection(case)
+        counts = kept.sum(-1, keepdim=True)
+        # Those that are kept come first, in order.
+        indices = kept.int().argsort(dim=-1, descending=True, stable=True)[..., : int(counts.max())]
+        counts, indices = (x.to(self.setup.device) for x in (counts, indices[:, :, None]))
         return flexdecode.BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=BLOCK)
