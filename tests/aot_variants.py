@@ -150,8 +150,8 @@ QUANTISED = {
     "e5m2 and int8": Variant(
         k_as=(("format", "fp8_e5m2"),), v_as=(("format", "int8"), ("per", "head")), Lkv=512
     ),
-    "int4 8 groups and rows": Variant(
-        k_as=(*INT4, ("groups", 8)), v_as=(*ROWS, ("groups", 2)), Lkv=512, page=128
+    "int4 4 groups and rows": Variant(
+        k_as=(*INT4, ("groups", 4)), v_as=(*ROWS, ("groups", 2)), Lkv=512, page=128
     ),
     "int4 latent": Variant(Hkv=1, G=16, dims=(576, 512), k_as=INT4, v_as=INT4, Lkv=512),
     "int4 prefill": Variant(k_as=INT4, v_as=INT4, Lkv=512, Lq=512, Hkv=1),
@@ -390,14 +390,14 @@ def resources(compiled):
 
 
 def launches(group, device):
-    """Yield titles and launches of a group: "everywhere", "plain" or "quantised"."""
+    """Yield titles and launches: of "everywhere", "plain", "quantised" and "merge and append"."""
     decoded = {"everywhere": EVERYWHERE, "plain": PLAIN, "quantised": QUANTISED}.get(group, {})
     for title, variant in decoded.items():
         yield title, lambda variant=variant: decode(*make_call(variant, device))
     if group == "everywhere":
         yield from tables()
     for title, launch in (*merges(), *appends()):
-        if group == ("everywhere" if title in EVERYWHERE_TOO else "quantised"):
+        if group == ("everywhere" if title in EVERYWHERE_TOO else "merge and append"):
             yield title, launch
 
 

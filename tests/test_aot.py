@@ -7,13 +7,12 @@ import pytest
     ("target", "group"),
     [
         *((target, "everywhere") for target in ("cuda:80", "cuda:90", "cuda:100", "hip:gfx942")),
-        ("cuda:90", "plain"),
-        ("cuda:90", "quantised"),
+        *(("cuda:90", group) for group in ("plain", "quantised", "merge and append")),
     ],
 )
 def test_variants_compile(target, group, forked, tmp_path):
     records = forked("aot_variants.compile_variants", target, group, cache=tmp_path)
-    assert len(records) > 15
+    assert len(records) > 5
     for record in records:
         assert record["shared"] <= record["shared_limit"], record
         # Where registers run out altogether, thousands of bytes a thread are spilled.

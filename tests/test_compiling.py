@@ -107,8 +107,8 @@ def test_the_first_call_may_be_made_at_exit(run, cache):
     assert run("at_exit", cache)["launched"] == ["_decode_kernel", "_reduce_kernel"]
 
 
-def test_threads_may_make_the_first_calls_together(run, cache):
-    seen = run("many_threads", cache)
+def test_threads_may_make_the_first_calls_together(run, tmp_path):
+    seen = run("many_threads", tmp_path)
     assert seen["errors"] == [] and seen["kept"] == 3
     assert seen["launched"] == ["_decode_kernel"] * 8 + ["_reduce_kernel"] * 8
 

@@ -285,7 +285,7 @@ rules = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
 @given(rules, st.data())
 def test_random_rules_equal_their_elements(rule, data):
     Lq, Lkv = data.draw(st.integers(1, 90)), data.draw(st.integers(1, 160))
@@ -301,7 +301,7 @@ def test_random_rules_equal_their_elements(rule, data):
     assert torch.equal(block_states(mask, what), by_elements(mask, what)), str(mask)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
 @given(rules, st.data())
 def test_what_is_said_of_every_node_is_true(rule, data):
     """Bounds, witnesses, gaps and dependence, against the values in a few boxes."""
