@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from flexdecode.quantized_tensor import QuantizedTensor
 if TYPE_CHECKING:
     from flexdecode.kernels.call import BlockTables
     from flexdecode.problem import Request
+    from flexdecode.tables import Tables
 
 Operand = Tensor | QuantizedTensor
 
@@ -61,8 +62,8 @@ class Lists:
     BLOCK_SIZE: tuple[int, int]
 
     @classmethod
-    def of(cls, tables: BlockTables) -> Lists:
-        """Read the shape of laid-out tables."""
+    def of(cls, tables: BlockTables | Tables) -> Lists:
+        """Read the shape of tables."""
         columns = tables.kv_indices.shape[3]
         if tables.full_kv_indices is not None:
             columns += tables.full_kv_indices.shape[3]
@@ -75,14 +76,11 @@ def lists_of(request: Request) -> Lists | None:
     if request.resolved is None:
         return None
     tables, problem = request.resolved.tables, request.problem
-    B, heads, nQ = tables.kv_num_blocks.shape
-    if heads not in (1, problem.Hkv):
+    lists = Lists.of(tables)
+    if lists.heads not in (1, problem.Hkv):
         columns = 2 * configs.ceil_div(problem.Lkv, tables.BLOCK_SIZE[1])
-        return Lists(B, problem.Hkv, nQ, columns, tables.BLOCK_SIZE)
-    columns = tables.kv_indices.shape[3]
-    if tables.full_kv_indices is not None:
-        columns += tables.full_kv_indices.shape[3]
-    return Lists(B, heads, nQ, columns, tables.BLOCK_SIZE)
+        return replace(lists, heads=problem.Hkv, columns=columns)
+    return lists
 
 
 def length_bucket(keys: int) -> int:

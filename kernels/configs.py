@@ -20,6 +20,7 @@ LEGAL = {
 }
 MAX_SPLITS = 1024
 OVERSUBSCRIBE = 2  # items of a balanced launch for each processor
+FEW_ROWS = 16  # times the rows: so many processors need no more than an item each
 MIN_UNITS = 4  # steps of the loop that are worth an item, where a processor gets several
 PLAN_ROWS = (32, 128, 1024)  # sizes that the balanced plan is compiled for
 PLAN_KEYS = 8192  # shorter rows are not worth a plan of ragged lengths
@@ -340,7 +341,7 @@ def choose_config(
     wide = _unit(128, KV_BLOCK)
     # The numbers of many small pages are fetched at once then.
     gains = page_size % loop.BLOCK_N != 0
-    if plan_rows and programs * 16 > device.processors:  # see `are_few` in layout.py
+    if plan_rows and programs * FEW_ROWS > device.processors:  # see `are_few` in layout.py
         # A block is one step, or rows that may well stay whole do not meet in pairs on some.
         gains = not ragged or programs <= device.processors
     if loop.widens and wide > loop.BLOCK_N and gains:

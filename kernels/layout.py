@@ -2,7 +2,13 @@
 
 from dataclasses import dataclass
 
-from flexdecode.kernels.configs import OVERSUBSCRIBE, DecodeConfig, ceil_div, next_power_of_2
+from flexdecode.kernels.configs import (
+    FEW_ROWS,
+    OVERSUBSCRIBE,
+    DecodeConfig,
+    ceil_div,
+    next_power_of_2,
+)
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,7 @@ def are_few(rows: int, slots: int) -> bool:
 
     Two would now and then meet on one processor and leave another without any.
     """
-    return rows * 16 <= slots
+    return rows * FEW_ROWS <= slots
 
 
 def kernel_block_size(

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from flexdecode.kernels.configs import FEW_ROWS as _FEW_ROWS
 from flexdecode.kernels.configs import MIN_SHARE as _MIN_SHARE
 from flexdecode.kernels.configs import MIN_UNITS as _MIN_UNITS
 from flexdecode.kernels.configs import OVERSUBSCRIBE as _OVERSUBSCRIBE
@@ -27,6 +28,7 @@ from flexdecode.kernels.tiles import (
     units_below,
 )
 
+FEW_ROWS = tl.constexpr(_FEW_ROWS)
 MIN_SHARE = tl.constexpr(_MIN_SHARE)
 MIN_UNITS = tl.constexpr(_MIN_UNITS)
 OVERSUBSCRIBE = tl.constexpr(_OVERSUBSCRIBE)
@@ -97,7 +99,7 @@ def plan_items(
     total = tl.sum(units, 0)
     longest = tl.max(units, 0)
     busy = tl.sum((units > 0).to(tl.int32), 0)
-    if rows * 16 <= slots:  # see `fair_items`
+    if rows * FEW_ROWS <= slots:  # see `fair_items`
         share = cdiv(total, slots - rows)
     else:
         spare = tl.where(rows * 4 <= slots * OVERSUBSCRIBE, rows, 0)
