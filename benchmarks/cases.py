@@ -88,17 +88,12 @@ class Case:
 
     def active_keys(self) -> int:
         """Keys that must be read, summed over sequences and KV heads."""
-        total = 0
-        for b in range(self.B):
-            keys = self.length(b)
-            if self.mask is not None and self.mask.kind == "window":
-                keys = min(keys, self.mask.window + self.Lq - 1)
-            if self.mask is not None and self.mask.kind == "blocks":
-                kept = self.blocks_kept()[b * self.Hkv : (b + 1) * self.Hkv]
-                total += sum(min(keys, blocks * BLOCK) for blocks in kept)
-            else:
-                total += keys * self.Hkv
-        return total
+        limits = [self.Lkv] * (self.B * self.Hkv)
+        if self.mask is not None and self.mask.kind == "window":
+            limits = [self.mask.window + self.Lq - 1] * len(limits)
+        elif self.mask is not None and self.mask.kind == "blocks":
+            limits = [blocks * BLOCK for blocks in self.blocks_kept()]
+        return sum(min(self.length(n // self.Hkv), most) for n, most in enumerate(limits))
 
     @property
     def width(self) -> int:
