@@ -19,7 +19,6 @@ LEGAL = {
     "num_stages": (1, 2, 3, 4, 5, 6, 7, 8),
 }
 MAX_SPLITS = 1024
-OVERSUBSCRIBE = 2  # items of a balanced launch for each processor
 FEW_ROWS = 16  # times the rows: so many processors need no more than an item each
 MIN_UNITS = 4  # steps of the loop that are worth an item, where a processor gets several
 PLAN_ROWS = (32, 128, 1024)  # sizes that the balanced plan is compiled for

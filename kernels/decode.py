@@ -49,7 +49,14 @@ from flexdecode.kernels.tiles import (
     store_pieces,
     zero_pieces,
 )
-from flexdecode.kernels.worklist import pick, place_rows, plan_items, share_of, span_of
+from flexdecode.kernels.worklist import (
+    number_items,
+    pick,
+    place_rows,
+    plan_items,
+    share_of,
+    span_of,
+)
 
 SHORT_SHARE = tl.constexpr(_SHORT_SHARE)
 # Everything that changes from call to call: no value of these compiles a kernel of its own.
@@ -206,7 +213,7 @@ def _decode_kernel(
     heads: tl.int32,  # KV heads whose lists differ, or 1
     nQ: tl.int32,
     inner: tl.int32,  # programs of an item: KV heads that share a list, times tiles of its queries
-    num_splits: tl.int32,
+    num_splits: tl.int32,  # of each row; of a balanced launch, of all rows together
     slots: tl.int32,  # items that the device works on at a time
     score_args,
     mask_args,
@@ -267,11 +274,14 @@ def _decode_kernel(
     if ROWS > 0:
         where = place_rows(tl.arange(0, ROWS), heads, nQ, ONE_LIST, ONE_TILE)
         lists = (kv_num_blocks_ptr, full_kv_num_blocks_ptr, stride_tb, stride_th)
-        plan = plan_items(where, lengths, lists, rows, slots, tiles_ptr, ROWS, KV_BLOCK, BLOCK_N)
-        mine = (plan.firsts <= item) & (item < plan.firsts + plan.items)
+        plan = plan_items(
+            where, lengths, lists, rows, num_splits, slots, tiles_ptr, ROWS, KV_BLOCK, BLOCK_N
+        )
+        firsts = number_items(plan, num_splits, slots)
+        mine = (firsts <= item) & (item < firsts + plan.items)
         if pick(mine, plan.items) == 0:
             return  # there is no such item
-        split = item - pick(mine, plan.firsts)
+        split = item - pick(mine, firsts)
         table_b = pick(mine, plan.b)
         head_kv = item * 0 if ONE_LIST else pick(mine, plan.h)
         q_block = item * 0 if ONE_TILE else pick(mine, plan.q_block)

@@ -298,7 +298,7 @@ def make_plan(call: DecodeCall, config: DecodeConfig) -> Plan:
             layout.heads,
             layout.nQ,
             layout.inner,
-            config.num_splits,
+            layout.num_splits,
             layout.slots,
         ),
         parts=parts,

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from flexdecode.kernels.configs import (
     FEW_ROWS,
-    OVERSUBSCRIBE,
     DecodeConfig,
     ceil_div,
     next_power_of_2,
@@ -21,6 +20,8 @@ class Layout:
         Lists of active blocks, ``B * heads * nQ``; heads is 1 where all KV heads share a list.
     inner : int
         Programs of each item: KV heads that share a list, times tiles of its queries and heads.
+    num_splits : int
+        Items of each row; of a balanced launch, about the items of all rows: see `fair_items`.
     items : int
         Items of all rows at the most.
     tile_rows : int
@@ -33,6 +34,7 @@ class Layout:
     heads: int
     nQ: int
     inner: int
+    num_splits: int
     items: int
     tile_rows: int
     slots: int
@@ -59,11 +61,13 @@ class Layout:
         q_tiles = ceil_div(min(BLOCK_Q, Lq), config.TQ)
         inner = Hkv // heads * q_tiles * ceil_div(G, config.TG)
         rows = B * heads * nQ
-        items = rows * config.num_splits
+        num_splits = config.num_splits
+        items = rows * num_splits
         slots = max(config.processors // max(inner, 1), 1)
         if config.plan_rows:
-            items = fair_items(rows, slots) + rows
-        return cls(rows, heads, nQ, inner, items, config.TG * config.TQ, slots)
+            num_splits = fair_items(rows, slots)
+            items = num_splits + rows
+        return cls(rows, heads, nQ, inner, num_splits, items, config.TG * config.TQ, slots)
 
     @property
     def programs(self) -> int:
@@ -72,12 +76,14 @@ class Layout:
 
 
 def fair_items(rows: int, slots: int) -> int:
-    """Return the items that a balanced launch cuts all work into, as `plan_items` does.
+    """Return the items that a balanced launch cuts all work into.
 
-    Each of the `rows` may have one more, a short last one. Where rows are few beside the `slots` of
-    the device the shares grow a little for those, so that no program has to wait for a place.
+    Two for each of the `slots` of the device fill it once, where two programs fit on a processor.
+    Where rows are many, and some have to wait anyhow, three let short ones fill the gaps. Each of
+    the `rows` may have one more, a short last one. Where they are few beside the slots the shares
+    grow a little for those, so that no program has to wait for a place.
     """
-    items = slots if are_few(rows, slots) else slots * OVERSUBSCRIBE
+    items = slots if are_few(rows, slots) else slots + min(max(rows, slots), 2 * slots)
     return items - rows if rows * 4 <= items else items
 
 

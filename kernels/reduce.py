@@ -15,7 +15,14 @@ from flexdecode.kernels.tiles import (
     load_query_tile,
     loop_bound,
 )
-from flexdecode.kernels.worklist import count_working, pick, place_rows, plan_items, share_of
+from flexdecode.kernels.worklist import (
+    count_working,
+    number_items,
+    pick,
+    place_rows,
+    plan_items,
+    share_of,
+)
 
 RUN_TIME = (
     "parts stride_ob stride_oh stride_ol stride_kv_len stride_kv_start stride_tb stride_th kv_len "
@@ -129,12 +136,11 @@ def _reduce_kernel(
     if ROWS > 0:
         lists = (kv_num_blocks_ptr, full_kv_num_blocks_ptr, stride_tb, stride_th)
         where = place_rows(tl.arange(0, ROWS), heads, nQ, False, False)
-        plan = plan_items(where, lengths, lists, rows, slots, tiles_ptr, ROWS, KV_BLOCK, BLOCK_N)
+        plan = plan_items(
+            where, lengths, lists, rows, num_splits, slots, tiles_ptr, ROWS, KV_BLOCK, BLOCK_N
+        )
         mine = tl.arange(0, ROWS) == table_row
-        first_item = pick(mine, plan.firsts)
         share = pick(mine, plan.shares)
-    else:
-        first_item = table_row * num_splits
     kv_len = load_kv_len(lengths, b, None)
     at = table_b * stride_tb + head_kv * stride_th + q_block
     full, partial = count_units(
@@ -146,6 +152,10 @@ def _reduce_kernel(
         if ROWS == 0:
             share = share_of(full + partial, num_splits, KV_BLOCK, BLOCK_N)
         working = count_working(full + partial, share)
+    first_item = table_row * num_splits
+    if ROWS > 0:
+        if working > 1:
+            first_item = pick(mine, number_items(plan, num_splits, slots))
     head_tiles = cdiv(G, TG)
     q_tiles = cdiv(tl.minimum(BLOCK_Q, Lq), TQ)
     part_of_item = tl.where(heads == 1, head_kv, 0) * q_tiles + row_in_block // TQ

@@ -14,10 +14,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from flexdecode.kernels.configs import FEW_ROWS as _FEW_ROWS
 from flexdecode.kernels.configs import MIN_SHARE as _MIN_SHARE
 from flexdecode.kernels.configs import MIN_UNITS as _MIN_UNITS
-from flexdecode.kernels.configs import OVERSUBSCRIBE as _OVERSUBSCRIBE
 from flexdecode.kernels.tiles import (
     cdiv,
     divide,
@@ -28,10 +26,8 @@ from flexdecode.kernels.tiles import (
     units_below,
 )
 
-FEW_ROWS = tl.constexpr(_FEW_ROWS)
 MIN_SHARE = tl.constexpr(_MIN_SHARE)
 MIN_UNITS = tl.constexpr(_MIN_UNITS)
-OVERSUBSCRIBE = tl.constexpr(_OVERSUBSCRIBE)
 
 
 class Plan(NamedTuple):
@@ -44,7 +40,6 @@ class Plan(NamedTuple):
     full: tl.tensor  # units
     partial: tl.tensor
     items: tl.tensor  # 0: there is no such row
-    firsts: tl.tensor  # number of its first item
     shares: tl.tensor  # units of each item but the last
 
 
@@ -66,6 +61,7 @@ def plan_items(
     lengths,  # see `load_kv_len`
     lists,  # (kv_num_blocks_ptr or None, full_kv_num_blocks_ptr or None, their strides by b and h)
     rows,
+    num_splits,  # of all rows together, see `fair_items`
     slots,  # items that the device works on at a time
     tiles_ptr,  # tiles of packed queries, see `load_query_tile`; or None
     ROWS: tl.constexpr,  # power of two, at least rows
@@ -76,8 +72,7 @@ def plan_items(
 
     Few rows are cut into as many items as the device works on at a time. So are more rows that are
     about equally long, or they stay whole; of others none is longer than a share of a processor's
-    fair part. Every row has an item at least, so that empty ones are written too. Rows that are cut
-    come first: short ones then fill what their long items leave.
+    fair part. Every row has an item at least, so that empty ones are written too.
     """
     num_ptr, full_num_ptr, stride_tb, stride_th = lists
     b, h, q_block = where
@@ -99,22 +94,49 @@ def plan_items(
     total = tl.sum(units, 0)
     longest = tl.max(units, 0)
     busy = tl.sum((units > 0).to(tl.int32), 0)
-    if rows * FEW_ROWS <= slots:  # see `fair_items`
-        share = cdiv(total, slots - rows)
-    else:
-        spare = tl.where(rows * 4 <= slots * OVERSUBSCRIBE, rows, 0)
-        share = tl.maximum(cdiv(total, slots * OVERSUBSCRIBE - spare), MIN_UNITS)
+    share = cdiv(total, num_splits)
+    if num_splits > slots:  # or else rows are few
+        share = tl.maximum(share, MIN_UNITS)
         even = cdiv(longest, tl.maximum(quotient(slots, tl.maximum(busy, 1)), 1))
         if cdiv(busy, slots) * even * 8 <= cdiv(total, slots) * 9:
             share = even
     items = tl.maximum(cdiv(units, tl.maximum(share, MIN_SHARE)), 1)
     shares = share_of(units, items, KV_BLOCK, BLOCK_N)
-    items = tl.where(there, items, 0)
-    # One scan numbers both kinds of rows: there are fewer than 2048.
-    kinds = tl.where(items > 1, items * 2048, items)
-    before = tl.cumsum(kinds, 0) - kinds
-    firsts = tl.where(items > 1, before // 2048, before % 2048 + tl.sum(kinds, 0) // 2048)
-    return Plan(b, h, q_block, kv_len, full, partial, items, firsts, shares)
+    return Plan(b, h, q_block, kv_len, full, partial, tl.where(there, items, 0), shares)
+
+
+@triton.jit
+def number_items(plan, num_splits, slots):
+    """Number of each row's first item, [ROWS] int32: the longest items come first.
+
+    Programs start in that order, each where one has ended: short items then fill what long ones
+    leave, and none that is long begins late (R. L. Graham, "Bounds on multiprocessing timing
+    anomalies", 1969). Ten classes of lengths are near enough to a sort.
+    """
+    if num_splits <= slots:
+        firsts = tl.cumsum(plan.items, 0) - plan.items  # all start at once
+    else:
+        longest = tl.max(plan.shares, 0)
+        level = 9 - quotient((plan.shares - 1) * 10, longest)
+        upper, count = _number_levels(plan.items, level)
+        lower, _ = _number_levels(plan.items, level - 5)
+        firsts = tl.where(level < 5, upper, lower + count)
+    return firsts
+
+
+@triton.jit
+def _number_levels(items, level):
+    """Number the items of rows of levels 0 to 4, in order of levels; and how many these have.
+
+    One scan for all: each level counts in 12 bits of its own, as there are fewer than 4096 items.
+    """
+    here = (level >= 0) & (level < 5)
+    shift = tl.where(here, level * 12, 0).to(tl.int64)
+    counts = tl.where(here, items, 0).to(tl.int64) << shift
+    total = tl.sum(counts, 0)
+    earlier = total * ((1 << 12) + (1 << 24) + (1 << 36) + (1 << 48))  # of the levels before each
+    before = tl.cumsum(counts, 0) - counts + earlier
+    return ((before >> shift) & 4095).to(tl.int32), tl.sum(tl.where(here, items, 0), 0)
 
 
 @triton.jit

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import builtins
 import math
+from itertools import pairwise
 
 import pytest
 import torch
 
 from flexdecode import attention, create_block_mask, explain, mask_mod
 from flexdecode.kernels import configs
-from flexdecode.kernels.layout import fair_items
+from flexdecode.kernels.layout import are_few, fair_items
 from flexdecode.masks import alibi, causal, documents, per_head, sliding_window
 from flexdecode.plan import balanced_items, shares_of
 
@@ -203,9 +204,16 @@ def test_balanced_items_are_those_of_the_kernels(seed, slots):
         blocks = blocks // 40 + 160  # about equally long
     items = balanced_items(2 * blocks, slots)
     shares = shares_of(2 * blocks, items, 2)
-    assert (items.tolist(), shares.tolist()) == planned(blocks, slots)
+    *twins, firsts = planned(blocks, slots)
+    assert twins == [items.tolist(), shares.tolist()]
     assert (items * shares >= 2 * blocks).all()
     assert items.sum() <= fair_items(37, slots) + 37  # the programs that are launched
+    order = sorted(range(37), key=lambda row: firsts[row])
+    ends = [firsts[row] + int(items[row]) for row in order]
+    assert [firsts[row] for row in order] == [0, *ends[:-1]]
+    if not are_few(37, slots):
+        in_order = shares[order].tolist()  # the longest first, but for a tenth
+        assert all(b <= a + in_order[0] / 10 + 1 for a, b in pairwise(in_order))
 
 
 @pytest.mark.parametrize(
