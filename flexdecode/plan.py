@@ -186,6 +186,7 @@ def _sizes(request: Request, lists: Lists | None) -> dict[str, Any]:
     problem, k, v = request.problem, request.k, request.v
     v_in_k = isinstance(k, Tensor) and isinstance(v, Tensor) and is_within(v, k)
     block_q = kv_block = None
+    bounded = False
     ragged = isinstance(problem.kv_len, Tensor)
     keys = problem.Lkv if isinstance(problem.kv_len, Tensor) else length_bucket(problem.kv_len)
     several = problem.B if ragged else 1
@@ -197,6 +198,7 @@ def _sizes(request: Request, lists: Lists | None) -> dict[str, Any]:
         block_q, kv_block = lists.BLOCK_SIZE
         differ = max(lists.B, lists.heads, lists.nQ) > 1
         several = problem.q_batch * lists.heads * lists.nQ if differ else 1
+        bounded = lists.columns * kv_block < keys
         keys = min(keys, lists.columns * kv_block)
     return {
         "B": B,
@@ -212,6 +214,7 @@ def _sizes(request: Request, lists: Lists | None) -> dict[str, Any]:
         "KV_BLOCK": kv_block,
         "lists": several,
         "ragged": ragged,
+        "bounded": bounded,
         "stored": storage_of(request.k, request.v),
         "page_size": 0 if problem.page_table is None else problem.page_size,
         "capacity": max(problem.Lkv, 1) if is_invariant(request.options) else 0,

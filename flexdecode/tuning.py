@@ -192,6 +192,7 @@ def neighbours(config: DecodeConfig, programs: int, block: int = 0) -> list[Opti
         {"num_warps": warps // 2},
         {"BLOCK_N": N * 2, "num_warps": warps * 2},
         {"BLOCK_N": N // 2, "num_stages": stages + 1},
+        {"BLOCK_N": N // 2, "num_stages": stages * 2},  # as many bytes in flight
         {"BLOCK_N": N * 2},
         {"BLOCK_N": N // 2, "num_warps": warps // 2},
         {"BLOCK_N": N * 2, "num_warps": warps * 2, "num_stages": max(stages - 1, 2)},

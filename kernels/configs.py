@@ -19,20 +19,23 @@ LEGAL = {
     "num_stages": (1, 2, 3, 4, 5, 6, 7, 8),
 }
 MAX_SPLITS = 1024
+CROWD = 3  # programs to a processor
 FEW_ROWS = 16  # times the rows: so many processors need no more than an item each
 MIN_UNITS = 4  # steps of the loop that are worth an item, where a processor gets several
 PLAN_ROWS = (32, 128, 1024)  # sizes that the balanced plan is compiled for
-PLAN_KEYS = 8192  # shorter rows are not worth a plan of ragged lengths
-PLAN_LISTED_KEYS = 65536  # and listed blocks among fewer keys none of ragged lists
+PLAN_KEYS = 8192  # shorter rows are not worth a plan
+PLAN_LISTED_KEYS = 65536  # where lists may hold so many, and commonly hold a part of them
 WHOLE_KEYS = 512  # rows up to which a reduction costs more than a split saves
+MIN_FILL_GAIN = 0.03  # of the device, that is worth more programs than processors
 MIN_SHARE = 2  # steps of the loop that are worth a split of their own
 DECODE_WARPS = 8  # warps on a processor that decode quantised keys and values, in tiles of 16 rows
 # Most registers of a thread that decodes for smaller tiles: it says how many warps there are then.
 NIBBLE_REGISTERS = 0  # 0 leaves it to the compiler
 # Three programs of four warps fit on a processor then, which was best. Where a fourth would fit,
-# kernels that start early put it on some processors and leave others with two.
-BYTE_REGISTERS = 136
-WIDE_REGISTERS = 168  # where rows have more bytes than would fit as often
+# kernels that start early put it on some processors and leave others with two. Compilers take more
+# than they need where they may, and so many that there is no doubt.
+BYTE_REGISTERS = 168
+PAIR_REGISTERS = 255  # two programs of four warps fit on a processor then, and not three
 REGISTERS = 65536  # of a processor
 SHORT_SHARE = 16  # steps up to which all have their bounds checked if the last one has to
 SPAN = 1024  # keys of a split where all are cut at the same places
@@ -222,6 +225,7 @@ def choose_config(
     KV_BLOCK: int | None = None,
     lists: int = 1,
     ragged: bool = False,
+    bounded: bool = False,
     stored: Stored | None = None,
     page_size: int = 0,
     capacity: int = 0,
@@ -247,6 +251,8 @@ def choose_config(
         Lists of active blocks whose lengths may differ in ways that the host does not know.
     ragged : bool, default False
         They differ because sequences do.
+    bounded : bool, default False
+        Somebody who knows the lists has cut `keys` down to about the longest of them.
     stored : Stored, optional
         How K and V are kept, where quantised.
     page_size : int, default 0
@@ -327,14 +333,16 @@ def choose_config(
             pdl=device.pdl,
             span=span,
         )
-    plan_rows = _choose_plan(lists, PLAN_KEYS if ragged else PLAN_LISTED_KEYS, keys, options)
+    least = PLAN_KEYS if ragged or bounded else PLAN_LISTED_KEYS
+    plan_rows = _choose_plan(lists, least, keys, options)
     programs = B * Hkv * ceil_div(G, TG) * ceil_div(Lq, rows) * ceil_div(rows, TQ)
     units = max(ceil_div(keys, loop.BLOCK_N), 1)
     if stored is not None:
         # Decoding keeps warps busy: several programs on a processor hide one another's waits.
         device = replace(device, processors=device.processors * loop.residents)
     steps = ceil_div(KV_BLOCK or loop.BLOCK_N, loop.BLOCK_N)
-    num_splits = _choose_splits(programs, units, steps, keys, device, options)
+    waves = stored is None and BLOCK_M == MIN_TILE
+    num_splits = _choose_splits(programs, units, steps, keys, device, options, waves)
     if stored is None and not plan_rows and "BLOCK_N" not in options:
         loop = _spread(loop, programs * num_splits, D, Dv, itemsize, BLOCK_M, KV_BLOCK, device)
     wide = _unit(128, KV_BLOCK)
@@ -345,10 +353,17 @@ def choose_config(
         gains = not ragged or programs <= device.processors
     if loop.widens and wide > loop.BLOCK_N and gains:
         loop = replace(loop, BLOCK_N=wide, num_stages=3)
+        if plan_rows and page_size % wide and "num_warps" not in options:
+            loop = replace(loop, num_warps=8)
     elif loop.widens and page_size % loop.BLOCK_N:
         loop = replace(loop, num_stages=min(loop.num_stages, 3))
+    crowd = programs * num_splits >= CROWD * device.processors and not plan_rows
+    if crowd and stored is None and BLOCK_M == MIN_TILE and loop.num_warps == 4:
+        loop = replace(loop, registers=PAIR_REGISTERS)
+        if loop.num_stages == 4 and not {"BLOCK_N", "num_stages"} & options.keys():
+            loop = replace(loop, num_stages=3)
     # Two sizes only, whatever the length: each is a kernel of its own.
-    longest = _choose_splits(programs, MAX_SPLITS * MIN_SHARE, 1, WHOLE_KEYS + 1, device, {})
+    longest = _choose_splits(programs, MAX_SPLITS * MIN_SHARE, 1, WHOLE_KEYS + 1, device, {}, waves)
     reduce_splits = FEW_SPLITS if max(num_splits, longest) <= FEW_SPLITS else MANY_SPLITS
     width = next_power_of_2(Dv)
     return DecodeConfig(
@@ -427,7 +442,7 @@ def _choose_loop(
     """
     exact = itemsize >= 4  # IEEE dots run on the ordinary units, unrolled in registers
     # The output tile lives in registers: at most 64 of them in a thread.
-    warps = 8 if exact or BLOCK_M * sum(split_dim(Dv)) > 8192 else 4
+    warps = 8 if exact or Dv > 256 or BLOCK_M * sum(split_dim(Dv)) > 8192 else 4
     num_warps = options.get("num_warps", warps)
     small = not exact and D + Dv <= 128
     keys = 32 if exact or (D + Dv > 384 and not latent) else 128 if small else 64
@@ -520,9 +535,7 @@ def _choose_quantized_loop(
         if needed <= device.shared_memory or not (stages_left or keys_left):
             residents, registers = max(DECODE_WARPS // num_warps, 1), 0
             if BLOCK_M < MIN_TILE:
-                registers = WIDE_REGISTERS if D + Dv > 256 else BYTE_REGISTERS
-                if stored.nibbles:
-                    registers = NIBBLE_REGISTERS
+                registers = NIBBLE_REGISTERS if stored.nibbles else BYTE_REGISTERS
                 in_flight = max(num_stages - 1, 1) * BLOCK_N * stored.row_bytes + 4096
                 residents = REGISTERS // (32 * (registers or 256) * num_warps)
                 residents = max(min(residents, device.shared_memory // in_flight), 1)
@@ -551,19 +564,77 @@ def _choose_plan(lists: int, least: int, keys: int, options: Mapping[str, int]) 
 
 
 def _choose_splits(
-    programs: int, units: int, steps: int, keys: int, device: Device, options: Mapping[str, int]
+    programs: int,
+    units: int,
+    steps: int,
+    keys: int,
+    device: Device,
+    options: Mapping[str, int],
+    waves: bool,
 ) -> int:
     """Share each tile's units among enough programs to fill the device, and no more.
 
-    Shares are whole blocks of so many `steps`, as `share_of` in worklist.py makes them: no program
-    is left without one.
+    At most so many programs as there are processors, or, with `waves`, more of them where those
+    would leave too many processors without work. Shares are whole blocks of so many `steps`, as
+    `share_of` in worklist.py makes them: no program is left without one.
     """
     if "num_splits" in options:
         return options["num_splits"]
-    if programs == 0 or programs * 4 >= device.processors * 3 or keys <= WHOLE_KEYS:
+    if programs == 0 or keys <= WHOLE_KEYS:
         return 1
-    splits = max(1, min(device.processors // programs, MAX_SPLITS))
+    splits = 1
+    if programs * 4 < device.processors * 3:
+        splits = max(1, min(device.processors // programs, MAX_SPLITS))
+    splits, score = _shared(splits, programs, units, steps, device)
+    if waves:
+        most = min(units // SHORT_SHARE * 2, FEW_SPLITS, 16 * device.processors // programs)
+        others = [
+            _shared(more, programs, units, steps, device) for more in range(splits + 1, most + 1)
+        ]
+        best = max((better for _, better in others), default=score)
+        if best > score + MIN_FILL_GAIN:
+            return next(found for found, other in others if other > best - MIN_FILL_GAIN / 3)
+    return splits
+
+
+def _shared(
+    splits: int, programs: int, units: int, steps: int, device: Device
+) -> tuple[int, float]:
+    """Splits that have work if there are so many, and the part of the device that they keep busy.
+
+    A split costs a start of a program and its place in the reduction, measured on an H200.
+    """
     share = max(ceil_div(units, splits), MIN_SHARE)
     if share > 2 * steps:
         share = ceil_div(share, steps) * steps
-    return ceil_div(units, share)
+    splits = ceil_div(units, share)
+    score = fill_of(programs * splits, device.processors) * units / (share * splits)
+    if splits > 1:
+        score -= 0.03 + 0.3 / share + 0.0025 * programs * splits / device.processors
+    return splits, score
+
+
+def fill_of(programs: int, processors: int) -> float:
+    """Part of the time that so many equal programs keep a device busy, two on a processor.
+
+    One program gets nearly the whole of a processor's bandwidth, so that a last wave of half as
+    many as there is room for is as good as a full one. Those of a first wave end at about the same
+    time, and where some processors have two of them and others one, nothing makes up for it. A
+    small last wave does not start all at once; the numbers are a fit to times on an H200.
+
+    Parameters
+    ----------
+    programs, processors : int
+
+    Returns
+    -------
+    float
+        At most 1.
+    """
+    if programs <= processors:
+        return programs / processors
+    waves = programs / (2 * processors)
+    if waves <= 1:
+        return waves
+    last = waves % 1
+    return waves / (waves // 1 + max(last, (1 + 1.8 * last) / 3 if last else 0.0))

@@ -260,7 +260,9 @@ def _decode_kernel(
     FIXED: tl.constexpr = not READS_PLAN and (
         kv_len_ptr is None and kv_start_ptr is None and kv_num_blocks_ptr is None
     )
-    ONE_LOOP: tl.constexpr = kv_num_blocks_ptr is None and ROWS == 0 and SPAN == 0
+    ONE_LOOP: tl.constexpr = (
+        kv_num_blocks_ptr is None and ROWS == 0 and SPAN == 0 and K_FORMAT == "" and V_FORMAT == ""
+    )
     if READS_PLAN:
         begin(None, PDL)
 

@@ -140,8 +140,8 @@ def test_splits_hold_for_the_measured_rows_and_processors_alone() -> None:
     config, origin = planned(fewer)
     assert (config.BLOCK_N, origin) == (16, "measured in this process")
     assert config.num_splits == 132 // 6
-    smaller = configs.Device(20, 232448, arch="cuda:90")
-    assert planned(draw(B=4, Lkv=4096), smaller).config.num_splits == 20 // 8
+    smaller = configs.Device(24, 232448, arch="cuda:90")
+    assert planned(draw(B=4, Lkv=4096), smaller).config.num_splits == 24 // 8
 
 
 def test_a_choice_that_does_not_fit_leaves_it_to_the_rules() -> None:
