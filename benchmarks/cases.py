@@ -227,6 +227,14 @@ def _density() -> list[Case]:
     ]
 
 
+def _batches() -> list[Case]:
+    return [
+        Case(f"B{B} {keys // KIB}k", "batches", B, 32, 8, keys)
+        for keys in (8 * KIB, 2 * KIB)
+        for B in (3, 6, 12, 20, 24, 40, 48)
+    ]
+
+
 def _uneven() -> list[Case]:
     numbers = random.Random(1)
     one = Case("", "uneven", 1, 32, 8, 128 * KIB)
@@ -240,6 +248,8 @@ def _uneven() -> list[Case]:
     few = (128 * KIB, *[2 * KIB] * 3)
     some = tuple(numbers.randint(KIB, 32 * KIB) for _ in range(16))
     many = tuple(numbers.randint(KIB, 16 * KIB) for _ in range(64))
+    wide = tuple(numbers.randint(KIB, 64 * KIB) for _ in range(32))
+    skewed = tuple(min(int(2048 * numbers.lognormvariate(0, 1)), 16 * KIB) for _ in range(128))
     return [
         *[replace(one, name=name, mask=Mask("blocks", fraction=f)) for name, f in kept.items()],
         replace(
@@ -251,7 +261,9 @@ def _uneven() -> list[Case]:
         ),
         replace(one, name="lengths of 128k and three of 2k", B=4, lengths=few),
         replace(one, name="16 lengths of 1k to 32k", B=16, Lkv=32 * KIB, lengths=some),
+        replace(one, name="32 lengths of 1k to 64k", B=32, Lkv=64 * KIB, lengths=wide),
         replace(one, name="64 lengths of 1k to 16k", B=64, Lkv=16 * KIB, lengths=many),
+        replace(one, name="128 lengths, log-normal", B=128, Lkv=16 * KIB, lengths=skewed),
     ]
 
 
@@ -265,6 +277,7 @@ CASES = (
     *_dims(),
     *_lengths(),
     *_density(),
+    *_batches(),
     *_uneven(),
 )
 GROUPS = tuple(dict.fromkeys(case.group for case in CASES))

@@ -31,7 +31,9 @@ SHIPPED = Path(choices.__file__).with_name("data") / "defaults.json"
 NAMES = (
     *("B1 8k", "B1 32k", "B1 128k", "B16 8k", "MQA 16/1 B8 32k", "D64 B16 8k", "D256 16/8 B8 8k"),
     *("q_len 4 B16 8k", "softcap B16 8k", "window 1k of 128k B1", "window 1k of 32k B16"),
-    *("5% of blocks 128k B1", "5% of blocks 32k B8", "ragged 31x2k + 1x128k"),
+    *("5% of blocks 128k B1", "5% of blocks 32k B8", "ragged 31x2k + 1x128k", "B128 2k", "B64 4k"),
+    *("B1 128k, pages of 64", "B16 8k, pages of 16", "B16 8k, pages of 64", "D 96", "D 80"),
+    *("D 192/128", "D 576/512 group 16"),
 )
 MOST_LOSS = 0.01  # on a guard
 
