@@ -31,7 +31,7 @@ from benchmarks.providers import PROVIDERS, Setup, own_backend
 from benchmarks.records import Record, Results
 from benchmarks.timing import measure_read_rate, time_graph, time_limit, time_wall
 from flexdecode import QuantizedTensor, dequantize, quantize
-from flexdecode.kernels import configs
+from flexdecode.kernels import loops
 
 __all__ = ["FORMATS", "main"]
 
@@ -276,7 +276,7 @@ class Bench:
 
     def sweep(self, sizes: tuple[Size, ...]) -> None:
         """Try kernel options: the rules' own choice, and the fastest of each format."""
-        rules = configs.NIBBLE_REGISTERS, configs.BYTE_REGISTERS
+        rules = loops.NIBBLE_REGISTERS, loops.BYTE_REGISTERS
         for size, (name, format) in itertools.product(sizes, self.formats()):
             sets = self.sets(size, format)
             found: dict[str, Record] = {}
@@ -284,14 +284,14 @@ class Bench:
                 if self.over():
                     break
                 most = rules if registers is None else (registers, registers)
-                configs.NIBBLE_REGISTERS, configs.BYTE_REGISTERS = most
+                loops.NIBBLE_REGISTERS, loops.BYTE_REGISTERS = most
                 _forget_plans()
                 run = partial(self.own, options=options)
                 said = "as the rules choose"
                 if options is not None:
                     said = f"{options}, {registers} registers"
                 found[said] = self.measure(size, name, "flexdecode", sets, run)
-            configs.NIBBLE_REGISTERS, configs.BYTE_REGISTERS = rules
+            loops.NIBBLE_REGISTERS, loops.BYTE_REGISTERS = rules
             timed = [(r.median, said) for said, r in found.items() if r.median is not None]
             if not timed:
                 continue

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flexdecode.kernels.configs import LEGAL, MAX_SPLITS
+from flexdecode.kernels.configs import LEGAL
+from flexdecode.kernels.splits import MAX_SPLITS
 
 __all__ = [
     "Choice",

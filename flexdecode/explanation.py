@@ -12,7 +12,7 @@ from torch import Tensor
 from flexdecode.api import AuxRequest, prepare
 from flexdecode.block_counts import BlockCounts, count_blocks, valid_keys
 from flexdecode.block_mask import BlockMask
-from flexdecode.kernels.configs import Device
+from flexdecode.kernels.hardware import Device
 from flexdecode.plan import (
     choose_plan,
     device_of,

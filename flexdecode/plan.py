@@ -10,9 +10,13 @@ import torch
 from torch import Tensor
 
 from flexdecode import choices
-from flexdecode.kernels import configs
 from flexdecode.kernels.call import is_within
+from flexdecode.kernels.configs import DecodeConfig, choose_config
+from flexdecode.kernels.hardware import INTERPRETED, Device
 from flexdecode.kernels.layout import are_few, fair_items
+from flexdecode.kernels.loops import Stored
+from flexdecode.kernels.sizes import MIN_TILE, ceil_div, next_power_of_2
+from flexdecode.kernels.splits import MIN_SHARE, MIN_UNITS
 from flexdecode.quantization import row_bytes
 from flexdecode.quantized_tensor import QuantizedTensor
 
@@ -78,24 +82,24 @@ def lists_of(request: Request) -> Lists | None:
     tables, problem = request.resolved.tables, request.problem
     lists = Lists.of(tables)
     if lists.heads not in (1, problem.Hkv):
-        columns = 2 * configs.ceil_div(problem.Lkv, tables.BLOCK_SIZE[1])
+        columns = 2 * ceil_div(problem.Lkv, tables.BLOCK_SIZE[1])
         return replace(lists, heads=problem.Hkv, columns=columns)
     return lists
 
 
 def length_bucket(keys: int) -> int:
     """Lengths between two powers of two share a plan."""
-    return configs.next_power_of_2(max(keys, 1))
+    return next_power_of_2(max(keys, 1))
 
 
 class Planned(NamedTuple):
     """A configuration, and what chose it: "rules", "kernel_options", or where a choice is from."""
 
-    config: configs.DecodeConfig
+    config: DecodeConfig
     origin: str
 
 
-def choose_plan(request: Request, lists: Lists | None, device: configs.Device) -> Planned:
+def choose_plan(request: Request, lists: Lists | None, device: Device) -> Planned:
     """Choose tiles and splits for a call from what the host knows of it.
 
     Options that the call fixes come first, then a measured choice, then the rules. A measured
@@ -130,24 +134,22 @@ def choose_plan(request: Request, lists: Lists | None, device: configs.Device) -
         if choice is not None:
             measured = choice.options_for(rows, device.processors)
             try:
-                config = configs.choose_config(**sizes, device=device, options=measured)
+                config = choose_config(**sizes, device=device, options=measured)
                 return Planned(config, choice.origin)
             except ValueError:
                 pass  # measured on a device with more memory, perhaps
-    config = configs.choose_config(**sizes, device=device, options=own)
+    config = choose_config(**sizes, device=device, options=own)
     return Planned(config, "kernel_options" if own else "rules")
 
 
 def plan_by_rules(
-    request: Request, lists: Lists | None, device: configs.Device, options: dict[str, int]
-) -> configs.DecodeConfig:
+    request: Request, lists: Lists | None, device: Device, options: dict[str, int]
+) -> DecodeConfig:
     """Choose by `options` and the rules alone, whatever has been measured."""
-    return configs.choose_config(**_sizes(request, lists), device=device, options=options)
+    return choose_config(**_sizes(request, lists), device=device, options=options)
 
 
-def tuning_key(
-    request: Request, lists: Lists | None, device: configs.Device
-) -> tuple[choices.Key, int]:
+def tuning_key(request: Request, lists: Lists | None, device: Device) -> tuple[choices.Key, int]:
     """For which key a call looks up measured choices, and its rows before they fell into a bucket.
 
     Parameters
@@ -157,7 +159,7 @@ def tuning_key(
     """
     sizes, problem = _sizes(request, lists), request.problem
     queries = max(min(sizes["BLOCK_Q"] or sizes["Lq"], sizes["Lq"]), 1)
-    rows = max(sizes["B"] * sizes["Hkv"] * configs.ceil_div(sizes["Lq"], queries), 1)
+    rows = max(sizes["B"] * sizes["Hkv"] * ceil_div(sizes["Lq"], queries), 1)
     work = "uniform"
     if sizes["lists"] > 1:
         work = "ragged" if sizes["ragged"] else "listed"
@@ -239,22 +241,22 @@ def is_invariant(options: dict[str, Any]) -> bool:
     return options.get("deterministic") == "batch_invariant"
 
 
-def storage_of(k: Operand, v: Operand) -> configs.Stored | None:
+def storage_of(k: Operand, v: Operand) -> Stored | None:
     """How k and v are kept, or None where neither is quantised."""
     quantized = [x for x in (k, v) if isinstance(x, QuantizedTensor)]
     if not quantized:
         return None
     # Padded: a row of 96 bytes takes 128.
-    size = sum(configs.next_power_of_2(row_bytes(x)) for x in (k, v))
+    size = sum(next_power_of_2(row_bytes(x)) for x in (k, v))
     columns = [
         x.shape[3] // 4 // (x.groups if x.layout == "interleaved" else max(x.groups // 4, 1))
         if x.format == "int4"
         else x.shape[3] // 2
         for x in quantized
     ]
-    return configs.Stored(
+    return Stored(
         size,
-        narrow=min(columns) <= configs.MIN_TILE,
+        narrow=min(columns) <= MIN_TILE,
         nibbles=len(quantized) == 2 and all(x.format == "int4" for x in quantized),
         groups=max(x.groups for x in quantized),
         both=len(quantized) == 2,
@@ -262,10 +264,10 @@ def storage_of(k: Operand, v: Operand) -> configs.Stored | None:
 
 
 @functools.cache
-def device_of(device: torch.device) -> configs.Device:
+def device_of(device: torch.device) -> Device:
     """What the choice needs to know about a device; CPU tensors mean the interpreter."""
     if device.type != "cuda":
-        return configs.INTERPRETED
+        return INTERPRETED
     properties = torch.cuda.get_device_properties(device)
     shared = getattr(properties, "shared_memory_per_block_optin", 65536)
     cuda = torch.version.hip is None
@@ -274,14 +276,14 @@ def device_of(device: torch.device) -> configs.Device:
     if cuda and (properties.major, properties.minor) >= (8, 9):
         fp8_rows = 64 if properties.major in (9, 10) else 16  # of warp groups, or of a warp
     count = properties.multi_processor_count
-    return configs.Device(
+    return Device(
         count,
         shared,
         pdl=hopper,
         cuda=cuda,
         fp8_rows=fp8_rows,
         arch=choices.arch_of(device),
-        columns=8 if cuda else configs.MIN_TILE,
+        columns=8 if cuda else MIN_TILE,
     )
 
 
@@ -302,12 +304,12 @@ def balanced_items(units: Tensor, slots: int) -> Tensor:
     if len(units) == 0:
         return units
     total, longest, busy = int(units.sum()), int(units.max()), int((units > 0).sum())
-    share = configs.ceil_div(total, fair_items(len(units), slots))
+    share = ceil_div(total, fair_items(len(units), slots))
     if not are_few(len(units), slots):
-        even = configs.ceil_div(longest, max(slots // max(busy, 1), 1))
-        are_even = configs.ceil_div(busy, slots) * even * 8 <= configs.ceil_div(total, slots) * 9
-        share = even if are_even else max(share, configs.MIN_UNITS)
-    return (-(-units // max(share, configs.MIN_SHARE))).clamp(min=1)
+        even = ceil_div(longest, max(slots // max(busy, 1), 1))
+        are_even = ceil_div(busy, slots) * even * 8 <= ceil_div(total, slots) * 9
+        share = even if are_even else max(share, MIN_UNITS)
+    return (-(-units // max(share, MIN_SHARE))).clamp(min=1)
 
 
 def shares_of(units: Tensor, items: Tensor, steps: int) -> Tensor:
@@ -324,7 +326,7 @@ def shares_of(units: Tensor, items: Tensor, steps: int) -> Tensor:
     -------
     Tensor, [...], int64
     """
-    share = (-(-units // items)).clamp(min=configs.MIN_SHARE)
+    share = (-(-units // items)).clamp(min=MIN_SHARE)
     return torch.where(share > 2 * steps, -(-share // steps) * steps, share)
 
 

@@ -22,7 +22,9 @@ from flexdecode.api import prepare
 from flexdecode.backends import load_backend
 from flexdecode.checks import check_options
 from flexdecode.choices import clear, load, save
-from flexdecode.kernels.configs import LEGAL, MAX_SPLITS, DecodeConfig, ceil_div
+from flexdecode.kernels.configs import LEGAL, DecodeConfig
+from flexdecode.kernels.sizes import ceil_div
+from flexdecode.kernels.splits import MAX_SPLITS
 from flexdecode.plan import TUNABLE, device_of, is_invariant, lists_of, plan_by_rules, tuning_key
 
 if TYPE_CHECKING:

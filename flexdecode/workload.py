@@ -10,8 +10,9 @@ from torch.nn.functional import pad
 
 from flexdecode.block_counts import BlockCounts
 from flexdecode.kernels.call import is_within
-from flexdecode.kernels.configs import DecodeConfig, ceil_div
+from flexdecode.kernels.configs import DecodeConfig
 from flexdecode.kernels.layout import Layout, kernel_block_size
+from flexdecode.kernels.sizes import ceil_div
 from flexdecode.plan import Lists, Planned, balanced_items, block_owners, shares_of
 from flexdecode.problem import Problem, Request
 from flexdecode.quantization import row_bytes

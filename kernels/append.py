@@ -7,7 +7,6 @@ from torch import Tensor
 
 from flexdecode.kernels.arguments import NOT_QUANTIZED
 from flexdecode.kernels.call import Codes, dtype_of, vector_stride
-from flexdecode.kernels.configs import next_power_of_2
 from flexdecode.kernels.launch import (
     Launch,
     coefficient_strides,
@@ -16,6 +15,7 @@ from flexdecode.kernels.launch import (
 )
 from flexdecode.kernels.quantize_rows import quantize_row
 from flexdecode.kernels.rotary import load_rotated
+from flexdecode.kernels.sizes import next_power_of_2
 from flexdecode.kernels.tiles import loop_bound
 
 CHUNK = 1024  # sequences looked through at a time

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexdecode.kernels.configs import split_dim
 from flexdecode.kernels.layout import kernel_block_size
+from flexdecode.kernels.sizes import split_dim
 
 
 @dataclass(frozen=True, eq=False)

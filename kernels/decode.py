@@ -21,7 +21,6 @@ import triton.language as tl
 from flexdecode.kernels.attend import Cache, Mode, Mods, Share, Tile, attend
 from flexdecode.kernels.codes import grain, value_dtype
 from flexdecode.kernels.coefficients import coefficients_of, is_by_row
-from flexdecode.kernels.configs import SHORT_SHARE as _SHORT_SHARE
 from flexdecode.kernels.float8 import float8_pointer, suits_float8
 from flexdecode.kernels.pages import Pages, lie_of_units
 from flexdecode.kernels.pieces import load_columns, store_columns
@@ -32,6 +31,7 @@ from flexdecode.kernels.quantized import (
     sum_groups,
     zero_output,
 )
+from flexdecode.kernels.splits import SHORT_SHARE as _SHORT_SHARE
 from flexdecode.kernels.tiles import (
     address_of,
     begin,

@@ -19,17 +19,12 @@ from triton.runtime.errors import OutOfResources
 from flexdecode.kernels.arguments import NO_MOD, NOT_QUANTIZED, Arguments
 from flexdecode.kernels.call import Codes, DecodeCall
 from flexdecode.kernels.compiling import Wanted, compile_together
-from flexdecode.kernels.configs import (
-    FEW_SPLITS,
-    MIN_TILE,
-    WHOLE_KEYS,
-    DecodeConfig,
-    next_power_of_2,
-    split_dim,
-)
+from flexdecode.kernels.configs import DecodeConfig
 from flexdecode.kernels.decode import _decode_kernel
 from flexdecode.kernels.layout import Layout
 from flexdecode.kernels.reduce import _reduce_kernel
+from flexdecode.kernels.sizes import MIN_TILE, next_power_of_2, split_dim
+from flexdecode.kernels.splits import FEW_SPLITS, WHOLE_KEYS
 
 # Compiled variants and their devices by kernel, constants, options and what `Arguments` finds in a
 # call.

@@ -2,12 +2,9 @@
 
 from dataclasses import dataclass
 
-from flexdecode.kernels.configs import (
-    FEW_ROWS,
-    DecodeConfig,
-    ceil_div,
-    next_power_of_2,
-)
+from flexdecode.kernels.configs import DecodeConfig
+from flexdecode.kernels.sizes import ceil_div, next_power_of_2
+from flexdecode.kernels.splits import FEW_ROWS
 
 
 @dataclass(frozen=True)

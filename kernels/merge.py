@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexdecode.kernels.configs import ceil_div, next_power_of_2
 from flexdecode.kernels.devices import on_device
 from flexdecode.kernels.launch import Launch
+from flexdecode.kernels.sizes import ceil_div, next_power_of_2
 from flexdecode.kernels.tiles import finite_or_zero, loop_bound
 
 MAX_PARTS = 16  # pointers that one launch takes; what a program holds at once

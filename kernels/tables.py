@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from flexdecode.kernels.call import Mod, dtype_of, vector_stride
-from flexdecode.kernels.configs import ceil_div, next_power_of_2
 from flexdecode.kernels.launch import BoundLaunch, Launch
+from flexdecode.kernels.sizes import ceil_div, next_power_of_2
 from flexdecode.kernels.tiles import load_block_row, loop_bound
 
 TILE = 1024  # mask elements that a program evaluates at a time

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from flexdecode.kernels.configs import MIN_SHARE as _MIN_SHARE
-from flexdecode.kernels.configs import MIN_UNITS as _MIN_UNITS
+from flexdecode.kernels.splits import MIN_SHARE as _MIN_SHARE
+from flexdecode.kernels.splits import MIN_UNITS as _MIN_UNITS
 from flexdecode.kernels.tiles import (
     cdiv,
     divide,

@@ -25,7 +25,8 @@ from flexdecode.appending import _launch
 from flexdecode.backends.triton import lay_out
 from flexdecode.kernels.append import launch_append
 from flexdecode.kernels.call import BlockTables, DecodeCall, Mod
-from flexdecode.kernels.configs import Device, choose_config
+from flexdecode.kernels.configs import choose_config
+from flexdecode.kernels.hardware import Device
 from flexdecode.kernels.launch import decode
 from flexdecode.kernels.merge import launch_merge, launch_merge_backward
 from flexdecode.kernels.query_tiles import write_query_tiles

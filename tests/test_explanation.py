@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flexdecode import attention, create_block_mask, explain, mask_mod
-from flexdecode.kernels import configs
+from flexdecode.kernels.hardware import INTERPRETED, Device
 from flexdecode.kernels.layout import are_few, fair_items
 from flexdecode.masks import alibi, causal, documents, per_head, sliding_window
 from flexdecode.plan import balanced_items, shares_of
@@ -242,7 +242,7 @@ def test_the_plan_is_the_one_that_the_backend_makes(sizes, block_size, kv_len, m
         made.append(plan)
         return plan, arguments
 
-    small = explanation.Target("interpreter", configs.INTERPRETED)
+    small = explanation.Target("interpreter", INTERPRETED)
     monkeypatch.setitem(explanation._KNOWN, "interpreter", small)
     monkeypatch.setattr(backend, "decode", decode)
     monkeypatch.setattr(backend, "_plans", {})
@@ -377,7 +377,7 @@ def test_a_device_that_is_not_here_is_said_to_be_assumed():
         pytest.skip("there is one")
     report = explain(*inputs())
     assert report.target.assumed and "assumed, since there is no GPU" in str(report)
-    assert report.target.device == configs.Device(132, 232448, pdl=True, arch="cuda:90")
+    assert report.target.device == Device(132, 232448, pdl=True, arch="cuda:90")
 
 
 def test_plot_draws_tokens():

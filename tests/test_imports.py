@@ -49,7 +49,7 @@ MAY_IMPORT = {
     "cascade_calls": "block_mask cascade_packing mask_creation mods",
     "cascade_packing": "",
     "checks": "quantized_tensor",
-    "choices": "kernels.configs",
+    "choices": "kernels.configs kernels.splits",
     "closures": "mods operations",
     "codes": "",
     "codegen": "graph kernels mod_text trace",
@@ -67,8 +67,8 @@ MAY_IMPORT = {
     "evaluate": "graph operations proxies trace",
     "exchange": "quantized_tensor",
     "extent": "packed problem trace",
-    "explanation": "api block_counts block_mask kernels.configs mods plan problem tables undecided "
-    "workload",
+    "explanation": "api block_counts block_mask kernels.hardware mods plan problem tables "
+    "undecided workload",
     "given_tables": "mask_arguments tables",
     "graph": "",
     "graph_text": "graph",
@@ -103,7 +103,8 @@ MAY_IMPORT = {
     "ops": "api appending assembly backends mask_arguments quantized_tensor tables trace",
     "packed": "block_mask kernels problem quantization tables",
     "placement": "block_mask checks exchange mask_creation mods quantized_tensor",
-    "plan": "choices kernels.call kernels.configs kernels.layout problem quantization "
+    "plan": "choices kernels.call kernels.configs kernels.hardware kernels.layout kernels.loops "
+    "kernels.sizes kernels.splits problem quantization "
     "quantized_tensor",
     "problem": "block_mask packed quantized_tensor trace",
     "proxies": "graph operations",
@@ -117,11 +118,12 @@ MAY_IMPORT = {
     "stored_rows": "codes quantized_tensor",
     "tables": "block_states device_tables extent kernels.devices trace",
     "trace": "closures graph mods operations proxies",
-    "tuning": "api backends checks choices kernels.configs plan problem quantized_tensor",
+    "tuning": "api backends checks choices kernels.configs kernels.sizes kernels.splits plan "
+    "problem quantized_tensor",
     "undecided": "block_states extent graph interval_values intervals trace",
     "visualize": "api block_mask drawing explanation mask_creation mods tables",
-    "workload": "block_counts kernels.call kernels.configs kernels.layout plan problem "
-    "quantization tables",
+    "workload": "block_counts kernels.call kernels.configs kernels.layout kernels.sizes plan "
+    "problem quantization tables",
 }
 
 
@@ -249,9 +251,12 @@ def test_only_these_modules_name_an_optional_package(package: str) -> None:
 
 
 def test_kernel_configs_are_plain_python() -> None:
-    assert not [
-        i for i in IMPORTS if i.importer.endswith("kernels.configs") and "triton" in i.imported
-    ]
+    plain = {
+        f"flexdecode.kernels.{name}"
+        for name in "configs hardware layout loops sizes splits".split()
+    }
+    assert plain <= set(MODULES)
+    assert not [i for i in IMPORTS if i.importer in plain and "triton" in i.imported]
 
 
 def test_import_loads_no_triton(record_property: Any) -> None:

@@ -19,19 +19,12 @@ import triton
 import triton.language as tl
 
 from flexdecode.kernels.call import BlockTables, DecodeCall, Mod
-from flexdecode.kernels.configs import (
-    FEW_SPLITS,
-    INTERPRETED,
-    MANY_SPLITS,
-    MIN_SHARE,
-    WHOLE_KEYS,
-    Device,
-    Stored,
-    choose_config,
-    shared_memory_bytes,
-    split_dim,
-)
+from flexdecode.kernels.configs import MANY_SPLITS, choose_config
+from flexdecode.kernels.hardware import INTERPRETED, Device
 from flexdecode.kernels.launch import decode
+from flexdecode.kernels.loops import Stored, shared_memory_bytes
+from flexdecode.kernels.sizes import split_dim
+from flexdecode.kernels.splits import FEW_SPLITS, MIN_SHARE, WHOLE_KEYS
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETING else "cpu"

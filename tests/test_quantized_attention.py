@@ -21,7 +21,7 @@ from flexdecode import (
     explain,
     quantize,
 )
-from flexdecode.kernels.configs import INTERPRETED
+from flexdecode.kernels.hardware import INTERPRETED
 from tests.backend_cases import BACKENDS, GPU, Backend, every_backend
 from tests.helpers import assert_matches, assert_within, dense_attention, random_inputs
 

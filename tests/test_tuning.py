@@ -15,11 +15,13 @@ import torch
 from flexdecode import attention, choices, create_block_mask, explain, quantize, repeats, tuning
 from flexdecode.choices import Choice, Key
 from flexdecode.kernels import configs
+from flexdecode.kernels.hardware import Device
+from flexdecode.kernels.splits import MAX_SPLITS
 from flexdecode.masks import causal, per_head, sliding_window, softcap
 from flexdecode.plan import choose_plan, device_of, lists_of, tuning_key
 
 CPU = torch.device("cpu")
-H200 = configs.Device(132, 232448, pdl=True, arch="cuda:90")
+H200 = Device(132, 232448, pdl=True, arch="cuda:90")
 needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in the interpreter")
 
 
@@ -42,7 +44,7 @@ def draw(B=2, Hq=4, Hkv=2, Lq=1, Lkv=300, D=16, Dv=16, dtype=torch.float32):
     )
 
 
-def key_of(qkv: Any, device: configs.Device = H200, **arguments: Any) -> tuple[Key, int]:
+def key_of(qkv: Any, device: Device = H200, **arguments: Any) -> tuple[Key, int]:
     request = tuning._prepared(*qkv, arguments)
     return tuning_key(request, lists_of(request), device)
 
@@ -129,7 +131,7 @@ def test_options_come_before_choices_and_choices_before_rules() -> None:
     invariant = {"deterministic": "batch_invariant"}
     assert planned(qkv, kernel_options=invariant).origin == "rules"
     assert planned(qkv, kernel_options=invariant).config.BLOCK_N == rules.config.BLOCK_N
-    assert planned(qkv, configs.Device(132, 232448, arch="cuda:80")).origin == "rules"
+    assert planned(qkv, Device(132, 232448, arch="cuda:80")).origin == "rules"
     choices.clear()
     assert planned(qkv) == rules
 
@@ -140,7 +142,7 @@ def test_splits_hold_for_the_measured_rows_and_processors_alone() -> None:
     config, origin = planned(fewer)
     assert (config.BLOCK_N, origin) == (16, "measured in this process")
     assert config.num_splits == 132 // 6
-    smaller = configs.Device(24, 232448, arch="cuda:90")
+    smaller = Device(24, 232448, arch="cuda:90")
     assert planned(draw(B=4, Lkv=4096), smaller).config.num_splits == 24 // 8
 
 
@@ -510,7 +512,7 @@ def test_neighbours_are_few_legal_and_different(config: Any, block: int) -> None
     assert len({tuple(sorted(options.items())) for options in found}) == len(found)
     for options in found:
         assert all(options[name] in configs.LEGAL[name] for name in configs.LEGAL)
-        assert 1 <= options.get("num_splits", 1) <= configs.MAX_SPLITS
+        assert 1 <= options.get("num_splits", 1) <= MAX_SPLITS
         assert not block or options["BLOCK_N"] <= max(block, 16)
     if config.plan_rows:
         assert [x["num_splits"] for x in found if "num_splits" in x] == [17]
