@@ -246,7 +246,7 @@ def choose_config(
         elif page_size % loop.BLOCK_N:
             loop = replace(loop, num_stages=min(loop.num_stages, 3))
     crowd = programs * num_splits >= CROWD * device.processors and not plan_rows
-    if stored is None and crowd and BLOCK_M == MIN_TILE and loop.num_warps == 4:
+    if stored is None and crowd and device.cuda and BLOCK_M == MIN_TILE and loop.num_warps == 4:
         loop = pair(loop, options)
     # Two sizes only, whatever the length: each is a kernel of its own.
     longest = choose_splits(programs, MAX_SPLITS * MIN_SHARE, 1, WHOLE_KEYS + 1, device, {}, waves)

@@ -72,10 +72,11 @@ def _shared(
 def fill_of(programs: int, processors: int) -> float:
     """Part of the time that so many equal programs keep a device busy, two on a processor.
 
-    One program gets nearly the whole of a processor's bandwidth, so that a last wave of half as
-    many as there is room for is as good as a full one. Those of a first wave end at about the same
-    time, and where some processors have two of them and others one, nothing makes up for it. A
-    small last wave does not start all at once; the numbers are a fit to times on an H200.
+    Programs on three quarters of the processors read as fast as the memory can, and one of them as
+    fast as two on the same processor, so that a last wave of half as many as there is room for is
+    as good as a full one. Those of a first wave end at about the same time, and where some
+    processors have two of them and others one, nothing makes up for it. A small last wave does not
+    start all at once. The numbers are a fit to times on an H200.
 
     Parameters
     ----------
@@ -87,7 +88,7 @@ def fill_of(programs: int, processors: int) -> float:
         At most 1.
     """
     if programs <= processors:
-        return programs / processors
+        return min(4 * programs / (3 * processors), 1.0)
     waves = programs / (2 * processors)
     if waves <= 1:
         return waves

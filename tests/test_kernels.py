@@ -24,7 +24,7 @@ from flexdecode.kernels.hardware import INTERPRETED, Device
 from flexdecode.kernels.launch import decode
 from flexdecode.kernels.loops import Stored, shared_memory_bytes
 from flexdecode.kernels.sizes import split_dim
-from flexdecode.kernels.splits import FEW_SPLITS, MIN_SHARE, WHOLE_KEYS
+from flexdecode.kernels.splits import FEW_SPLITS, MIN_SHARE, WHOLE_KEYS, fill_of
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETING else "cpu"
@@ -646,6 +646,33 @@ def test_splits_fill_the_device_and_no_more():
     assert choose(B=16).num_splits == 1
     assert choose(keys=64).num_splits == 1
     assert choose(Lq=4).num_splits == choose(Lq=1).num_splits
+
+
+@pytest.mark.parametrize(("B", "splits"), [(3, 5), (12, 1), (20, 3), (24, 4), (28, 2), (48, 2)])
+def test_batches_that_would_leave_processors_idle_are_split(B, splits):
+    # The fastest of 1 to 6 as measured on an H200, where there are more rows than processors.
+    assert choose(B=B).num_splits == splits
+    assert choose(B=B, options={"num_splits": 7}).num_splits == 7
+    shared = fill_of(8 * B * splits, H200.processors)
+    assert shared > 0.9 and (splits == 1 or shared > fill_of(8 * B, H200.processors) + 0.05)
+
+
+def test_full_waves_and_three_quarters_of_one_are_full():
+    assert fill_of(99, 132) == fill_of(132, 132) == fill_of(264, 132) == fill_of(528, 132) == 1.0
+    parts = [fill_of(programs, 132) for programs in range(1, 2000)]
+    assert min(parts) > 0 and max(parts) == 1.0
+    assert min(parts[132:]) == parts[132] == 133 / 264  # one processor has two of them
+
+
+def test_many_programs_go_in_pairs():
+    cuda = replace(H200, cuda=True)
+    few, many = choose(B=16, device=cuda), choose(B=64, device=cuda)
+    assert (few.num_stages, few.max_registers) == (4, 0)
+    assert (many.num_stages, many.max_registers) == (3, 255)
+    assert choose(B=64, device=cuda, options={"num_stages": 4}).num_stages == 4
+    assert choose(B=64, device=cuda, options={"num_warps": 8}).max_registers == 0
+    assert choose(B=64, device=cuda, lists=64, ragged=True).num_stages == 4
+    assert choose(B=64).num_stages == 4  # nothing says how many programs a processor holds
 
 
 @pytest.mark.parametrize("Hkv", [1, 8, 128])
