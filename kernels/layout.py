@@ -6,6 +6,9 @@ from flexdecode.kernels.configs import DecodeConfig
 from flexdecode.kernels.sizes import ceil_div, next_power_of_2
 from flexdecode.kernels.splits import FEW_ROWS
 
+LEVEL_BITS = 12  # in which `number_items` in worklist.py counts the items of a class of lengths
+MAX_ITEMS = (1 << LEVEL_BITS) - 1  # of a balanced launch
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -62,6 +65,8 @@ class Layout:
         items = rows * num_splits
         slots = max(config.processors // max(inner, 1), 1)
         if config.plan_rows:
+            # Hundreds of processors with many programs on each have more than can be numbered.
+            slots = min(slots, (MAX_ITEMS - rows) // 2)
             num_splits = fair_items(rows, slots)
             items = num_splits + rows
         return cls(rows, heads, nQ, inner, num_splits, items, config.TG * config.TQ, slots)

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from flexdecode.kernels.layout import LEVEL_BITS as _LEVEL_BITS
+from flexdecode.kernels.layout import MAX_ITEMS as _MAX_ITEMS
 from flexdecode.kernels.splits import MIN_SHARE as _MIN_SHARE
 from flexdecode.kernels.splits import MIN_UNITS as _MIN_UNITS
 from flexdecode.kernels.tiles import (
@@ -26,6 +28,10 @@ from flexdecode.kernels.tiles import (
     units_below,
 )
 
+LEVEL_BITS = tl.constexpr(_LEVEL_BITS)
+MAX_ITEMS = tl.constexpr(_MAX_ITEMS)
+# Times the counts of levels: for each level, the counts of those before it.
+LATER_LEVELS = tl.constexpr(sum(1 << _LEVEL_BITS * level for level in range(1, 5)))
 MIN_SHARE = tl.constexpr(_MIN_SHARE)
 MIN_UNITS = tl.constexpr(_MIN_UNITS)
 
@@ -128,15 +134,16 @@ def number_items(plan, num_splits, slots):
 def _number_levels(items, level):
     """Number the items of rows of levels 0 to 4, in order of levels; and how many these have.
 
-    One scan for all: each level counts in 12 bits of its own, as there are fewer than 4096 items.
+    One scan for all: each level counts in LEVEL_BITS bits of its own, and there are MAX_ITEMS at
+    the most.
     """
     here = (level >= 0) & (level < 5)
-    shift = tl.where(here, level * 12, 0).to(tl.int64)
+    shift = tl.where(here, level * LEVEL_BITS, 0).to(tl.int64)
     counts = tl.where(here, items, 0).to(tl.int64) << shift
     total = tl.sum(counts, 0)
-    earlier = total * ((1 << 12) + (1 << 24) + (1 << 36) + (1 << 48))  # of the levels before each
+    earlier = total * LATER_LEVELS
     before = tl.cumsum(counts, 0) - counts + earlier
-    return ((before >> shift) & 4095).to(tl.int32), tl.sum(tl.where(here, items, 0), 0)
+    return ((before >> shift) & MAX_ITEMS).to(tl.int32), tl.sum(tl.where(here, items, 0), 0)
 
 
 @triton.jit

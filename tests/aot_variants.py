@@ -215,6 +215,7 @@ def make_call(variant, device):
         BLOCK_Q=variant.block[0] if variant.block else None,
         KV_BLOCK=variant.block[1] if variant.block else None,
         lists=variant.lists,
+        ragged=variant.lists > 1,
         stored=stored,
         v_in_k=variant.shared,
         capacity=Lkv if variant.invariant else 0,

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import builtins
 import math
-from itertools import pairwise
 
 import pytest
 import torch
 
 from flexdecode import attention, create_block_mask, explain, mask_mod
 from flexdecode.kernels.hardware import INTERPRETED, Device
-from flexdecode.kernels.layout import are_few, fair_items
 from flexdecode.masks import alibi, causal, documents, per_head, sliding_window
-from flexdecode.plan import balanced_items, shares_of
+from flexdecode.plan import balanced_items
 
 
 def inputs(B=1, Hq=4, Hkv=2, Lq=1, Lkv=1000, D=16, Dv=32, Bkv=None):
@@ -186,34 +184,6 @@ def test_ragged_lists_get_balanced_shares():
     assert report.work.busy == 2 * int(items.sum()) <= report.work.programs
     assert report.work.busiest < int(steps.max()) / 8
     assert report.work.mean == int(steps.sum()) / int(items.sum())
-
-
-@pytest.mark.parametrize("slots", [8, 40, 640])
-@pytest.mark.parametrize("seed", range(4))
-def test_balanced_items_are_those_of_the_kernels(seed, slots):
-    triton = pytest.importorskip("triton")
-    if torch.cuda.is_available():
-        pytest.skip("runs in the interpreter")
-    from tests.plan_kernel import planned
-
-    assert triton
-    generator = torch.Generator().manual_seed(seed)
-    blocks = torch.randint(0, 200, (37,), generator=generator) * (seed != 2)
-    blocks[5] = 3000 * (seed == 0)
-    if seed == 3:
-        blocks = blocks // 40 + 160  # about equally long
-    items = balanced_items(2 * blocks, slots)
-    shares = shares_of(2 * blocks, items, 2)
-    *twins, firsts = planned(blocks, slots)
-    assert twins == [items.tolist(), shares.tolist()]
-    assert (items * shares >= 2 * blocks).all()
-    assert items.sum() <= fair_items(37, slots) + 37  # the programs that are launched
-    order = sorted(range(37), key=lambda row: firsts[row])
-    ends = [firsts[row] + int(items[row]) for row in order]
-    assert [firsts[row] for row in order] == [0, *ends[:-1]]
-    if not are_few(37, slots):
-        in_order = shares[order].tolist()  # the longest first, but for a tenth
-        assert all(b <= a + in_order[0] / 10 + 1 for a, b in pairwise(in_order))
 
 
 @pytest.mark.parametrize(
