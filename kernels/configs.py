@@ -230,8 +230,11 @@ def choose_config(
     steps = ceil_div(KV_BLOCK or loop.BLOCK_N, loop.BLOCK_N)
     waves = stored is None and BLOCK_M == MIN_TILE
     num_splits = choose_splits(programs, units, steps, keys, device, options, waves)
+    # What kernels are compiled for must not change with the length.
+    longest = choose_splits(programs, MAX_SPLITS * MIN_SHARE, 1, WHOLE_KEYS + 1, device, {}, waves)
+    most = programs * options.get("num_splits", longest)
     if stored is None and not plan_rows and "BLOCK_N" not in options:
-        loop = spread(loop, programs * num_splits, D, Dv, itemsize, BLOCK_M, KV_BLOCK, device)
+        loop = spread(loop, most, D, Dv, itemsize, BLOCK_M, KV_BLOCK, device)
     if loop.widens:
         wide = unit(128, KV_BLOCK)
         # The numbers of many small pages are fetched at once then.
@@ -245,11 +248,10 @@ def choose_config(
                 loop = replace(loop, num_warps=options.get("num_warps", 8))
         elif page_size % loop.BLOCK_N:
             loop = replace(loop, num_stages=min(loop.num_stages, 3))
-    crowd = programs * num_splits >= CROWD * device.processors and not plan_rows
+    crowd = most >= CROWD * device.processors and not plan_rows
     if stored is None and crowd and device.cuda and BLOCK_M == MIN_TILE and loop.num_warps == 4:
         loop = pair(loop, options)
     # Two sizes only, whatever the length: each is a kernel of its own.
-    longest = choose_splits(programs, MAX_SPLITS * MIN_SHARE, 1, WHOLE_KEYS + 1, device, {}, waves)
     reduce_splits = FEW_SPLITS if max(num_splits, longest) <= FEW_SPLITS else MANY_SPLITS
     width = next_power_of_2(Dv)
     return DecodeConfig(

@@ -686,6 +686,17 @@ def test_longer_rows_take_the_same_kernels(Hkv):
     assert [c.splits_later for c in configs] == [Hkv < 128 and not each for each in several]
 
 
+@pytest.mark.parametrize("B", [3, 10, 20, 24, 36, 48, 64])
+@pytest.mark.parametrize("D", [64, 80, 128])
+def test_longer_rows_of_batches_take_the_same_kernels(B, D):
+    device = replace(H200, cuda=True)
+    configs = [choose(keys=2**power, B=B, D=D, Dv=D, device=device) for power in range(21)]
+    changing = ("num_splits", "splits_later")
+    assert len({repr(replace(c, **dict.fromkeys(changing))) for c in configs}) == 1
+    splits = [c.num_splits > 1 for c in configs]
+    assert [c.splits_later for c in configs] == [any(splits) and not each for each in splits]
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
