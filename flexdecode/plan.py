@@ -190,7 +190,9 @@ def _sizes(request: Request, lists: Lists | None) -> dict[str, Any]:
     block_q = kv_block = None
     bounded = False
     ragged = isinstance(problem.kv_len, Tensor)
-    keys = problem.Lkv if isinstance(problem.kv_len, Tensor) else length_bucket(problem.kv_len)
+    keys = problem.Lkv
+    if not isinstance(problem.kv_len, Tensor):
+        keys = min(length_bucket(problem.kv_len), keys)
     several = problem.B if ragged else 1
     B, Lq = problem.B, problem.Lq
     if problem.packed is not None:
@@ -211,7 +213,7 @@ def _sizes(request: Request, lists: Lists | None) -> dict[str, Any]:
         "D": problem.D,
         "Dv": problem.Dv,
         "itemsize": problem.dtype.itemsize,
-        "keys": min(keys, problem.Lkv),
+        "keys": keys,
         "BLOCK_Q": block_q,
         "KV_BLOCK": kv_block,
         "lists": several,

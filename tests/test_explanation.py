@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from flexdecode import attention, create_block_mask, explain, mask_mod
+from flexdecode import BlockMask, attention, create_block_mask, explain, mask_mod
 from flexdecode.kernels.hardware import INTERPRETED, Device
 from flexdecode.masks import alibi, causal, documents, per_head, sliding_window
 from flexdecode.plan import balanced_items
@@ -184,6 +184,17 @@ def test_ragged_lists_get_balanced_shares():
     assert report.work.busy == 2 * int(items.sum()) <= report.work.programs
     assert report.work.busiest < int(steps.max()) / 8
     assert report.work.mean == int(steps.sum()) / int(items.sum())
+
+
+@pytest.mark.parametrize(("Lkv", "columns", "balanced"), [(9000, 71, False), (20000, 71, True)])
+def test_lists_are_balanced_where_they_are_known_to_be_shorter_than_the_cache(
+    Lkv, columns, balanced
+):
+    indices = torch.arange(columns, dtype=torch.int32).expand(1, 2, 1, columns)
+    counts = torch.tensor([[[columns], [1]]], dtype=torch.int32)
+    mask = BlockMask.from_kv_blocks(counts, indices, seq_lengths=(1, Lkv))
+    report = explain(*inputs(Lkv=Lkv), block_mask=mask, device_name="H200")
+    assert report.work.balanced == balanced
 
 
 @pytest.mark.parametrize(
