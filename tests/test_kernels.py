@@ -125,7 +125,7 @@ class Case:
     G: int = 4
     Lq: int = 1
     dims: tuple[int, int] = (64, 64)
-    num_splits: int = 1
+    num_splits: int | None = 1  # None: as many as are chosen
     plan: bool = False
     kv_len: str = "capacity"
     q_offset: str = "derived"
@@ -393,8 +393,10 @@ def run(case, device=INTERPRETED, options=None):
         device=device,
         BLOCK_Q=case.block[0] if tables is not None else None,
         KV_BLOCK=case.block[1] if tables is not None else None,
-        options={"num_splits": case.num_splits} | (options or {}),
+        options=({"num_splits": case.num_splits} if case.num_splits else {}) | (options or {}),
     )
+    if case.num_splits is None:
+        assert config.num_splits > max(device.processors // (B * Hkv), 1)
     if case.plan:
         config = replace(config, plan_rows=128, processors=3)
     call = DecodeCall(
@@ -435,6 +437,20 @@ def maximum(score):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_the_formula(case):
     run(case)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(B=5, Hkv=1, num_splits=None, Lkv=1500, dims=(32, 16), sinks=True),
+        Case(B=3, Hkv=3, num_splits=None, Lkv=2000, mask="head", tables="union", score="alibi"),
+        Case(B=3, Hkv=3, G=1, Lq=3, num_splits=None, Lkv=2000, kv_len="ragged", tables="exact"),
+    ],
+    ids=str,
+)
+def test_more_programs_than_processors_equal_the_formula(case):
+    run(case, options={"BLOCK_N": 64} if case.tables != "none" else None)
 
 
 @needs_kernels
