@@ -38,7 +38,7 @@ def choose_splits(
     if programs == 0 or keys <= WHOLE_KEYS:
         return 1
     splits = 1
-    if programs * 4 < device.processors * 3:
+    if fill_of(programs, device.processors) < 1:
         splits = max(1, min(device.processors // programs, MAX_SPLITS))
     splits, score = _shared(splits, programs, units, steps, device)
     if waves:
