@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import builtins
 import math
+from collections import OrderedDict
 
 import pytest
 import torch
 
-from flexdecode import BlockMask, attention, create_block_mask, explain, mask_mod
+from flexdecode import BlockMask, attention, create_block_mask, explain, mask_mod, repeats
+from flexdecode.kernels import configs
 from flexdecode.kernels.hardware import INTERPRETED, Device
 from flexdecode.masks import alibi, causal, documents, per_head, sliding_window
 from flexdecode.plan import balanced_items
@@ -197,18 +199,26 @@ def test_lists_are_balanced_where_they_are_known_to_be_shorter_than_the_cache(
     assert report.work.balanced == balanced
 
 
+PLANNED = [
+    ({"B": 3, "Lkv": 700}, None, [700, 3, 0]),
+    ({"B": 3, "Lq": 3}, 128, [1000, 1, 640]),
+    ({"Hq": 8, "Lq": 20}, (8, 64), None),
+    ({"B": 2, "Lkv": 100, "D": 40}, 256, None),
+    ({"queries": [1, 0, 9]}, 32, [90, 5, 40]),
+    ({"queries": [1, 1, 1]}, None, [90, 0, 40]),
+]
+
+
 @pytest.mark.parametrize(
-    ("sizes", "block_size", "kv_len"),
+    ("sizes", "block_size", "kv_len", "balanced"),
     [
-        ({"B": 3, "Lkv": 700}, None, [700, 3, 0]),
-        ({"B": 3, "Lq": 3}, 128, [1000, 1, 640]),
-        ({"Hq": 8, "Lq": 20}, (8, 64), None),
-        ({"B": 2, "Lkv": 100, "D": 40}, 256, None),
-        ({"queries": [1, 0, 9]}, 32, [90, 5, 40]),
-        ({"queries": [1, 1, 1]}, None, [90, 0, 40]),
+        *((*case, False) for case in PLANNED),
+        *((*case, True) for case in PLANNED if case[2] is not None),  # else all are as long
     ],
 )
-def test_the_plan_is_the_one_that_the_backend_makes(sizes, block_size, kv_len, monkeypatch):
+def test_the_plan_is_the_one_that_the_backend_makes(
+    sizes, block_size, kv_len, balanced, monkeypatch
+):
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("runs in the interpreter")
@@ -220,13 +230,16 @@ def test_the_plan_is_the_one_that_the_backend_makes(sizes, block_size, kv_len, m
 
     def decode(call, config):
         plan, arguments = run(call, config)
-        made.append(plan)
+        made.append((plan, arguments.decode[arguments._at["scratch"]]))
         return plan, arguments
 
     small = explanation.Target("interpreter", INTERPRETED)
     monkeypatch.setitem(explanation._KNOWN, "interpreter", small)
     monkeypatch.setattr(backend, "decode", decode)
     monkeypatch.setattr(backend, "_plans", {})
+    monkeypatch.setattr(repeats, "_without_mask", OrderedDict())
+    if balanced:
+        monkeypatch.setattr(configs, "PLAN_KEYS", 64)
     if "queries" in sizes:
         (q, k, v), call = packed(sizes["queries"], kv_len)
     else:
@@ -239,9 +252,14 @@ def test_the_plan_is_the_one_that_the_backend_makes(sizes, block_size, kv_len, m
         call["block_mask"] = create_block_mask(rule, BLOCK_SIZE=block_size)
     attention(q, k, v, backend="triton", **call)
     report = explain(q, k, v, device_name="interpreter", **call)
-    (plan,) = made
+    ((plan, scratch),) = made
+    assert report.work.balanced == balanced
     assert report.work.config == plan.config
     assert report.work.programs == plan.layout.programs >= report.work.busy
+    # Buffers hold NaN before, and programs that share a row leave their sums.
+    sums = scratch[plan.parts * (v.shape[3] + 1) :]
+    written = int((~sums.isnan()).sum()) if plan.parts else 0
+    assert report.traffic.partials == written * (v.shape[3] + 2) * 4 * 2
 
 
 def test_roofline_follows_the_bandwidth():
