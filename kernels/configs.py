@@ -69,6 +69,8 @@ class DecodeConfig:
     splits_later : bool
         Longer rows of such calls are split: if the cache may hold them, their reduction is compiled
         with the first call.
+    more_splits : bool
+        Rows of such calls may have more splits than the reduction takes at a time.
     plan_rows : int
         Where positive, shares are balanced over ragged rows, at most this many of them, and
         ``num_splits`` does not matter.
@@ -91,6 +93,7 @@ class DecodeConfig:
     reduce_warps: int = 4
     pdl: bool = False
     splits_later: bool = False
+    more_splits: bool = False
     plan_rows: int = 0
     processors: int = 1
     max_registers: int = 0
@@ -252,7 +255,8 @@ def choose_config(
     if stored is None and crowd and device.cuda and BLOCK_M == MIN_TILE and loop.num_warps == 4:
         loop = pair(loop, options)
     # Two sizes only, whatever the length: each is a kernel of its own.
-    reduce_splits = FEW_SPLITS if max(num_splits, longest) <= FEW_SPLITS else MANY_SPLITS
+    more_splits = max(num_splits, longest) > FEW_SPLITS
+    reduce_splits = MANY_SPLITS if more_splits else FEW_SPLITS
     width = next_power_of_2(Dv)
     return DecodeConfig(
         BLOCK_M=BLOCK_M,
@@ -264,9 +268,10 @@ def choose_config(
         num_stages=loop.num_stages,
         reduce_splits=min(reduce_splits, max(REDUCE_ELEMENTS // width, 1)),
         # Where few are joined each thread keeps to its own columns, and none waits for another.
-        reduce_warps=max(width // 128, 1) if reduce_splits == FEW_SPLITS else 4,
+        reduce_warps=4 if more_splits else max(width // 128, 1),
         pdl=device.pdl,
         splits_later=not plan_rows and num_splits == 1 < longest,
+        more_splits=more_splits or plan_rows > 0,
         plan_rows=plan_rows,
         processors=device.processors,
         max_registers=loop.registers if device.cuda else 0,

@@ -262,7 +262,7 @@ def make_plan(call: DecodeCall, config: DecodeConfig) -> Plan:
             "KV_BLOCK": KV_BLOCK,
             "BLOCK_N": config.BLOCK_N,
             "SPLITS": splits,
-            "MORE": bool(config.plan_rows) or config.num_splits > splits or splits != FEW_SPLITS,
+            "MORE": config.more_splits or config.num_splits > splits or splits < FEW_SPLITS,
             "PDL": config.pdl,
         },
         {"num_warps": config.reduce_warps} | ({"launch_pdl": True} if config.pdl else {}),

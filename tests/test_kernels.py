@@ -703,10 +703,12 @@ def test_longer_rows_take_the_same_kernels(Hkv):
 
 
 @pytest.mark.parametrize("B", [3, 10, 20, 24, 36, 48, 64])
-@pytest.mark.parametrize("D", [64, 80, 128])
-def test_longer_rows_of_batches_take_the_same_kernels(B, D):
-    device = replace(H200, cuda=True)
-    configs = [choose(keys=2**power, B=B, D=D, Dv=D, device=device) for power in range(21)]
+@pytest.mark.parametrize("Hkv", [1, 8])
+@pytest.mark.parametrize("D", [64, 80, 128, 512])
+def test_longer_rows_of_batches_take_the_same_kernels(B, Hkv, D):
+    case = {"B": B, "Hkv": Hkv, "D": D, "Dv": D, "device": replace(H200, cuda=True)}
+    configs = [choose(keys=2**power, **case) for power in range(21)]
+    assert max(c.num_splits for c in configs) <= FEW_SPLITS or configs[0].more_splits
     changing = ("num_splits", "splits_later")
     assert len({repr(replace(c, **dict.fromkeys(changing))) for c in configs}) == 1
     splits = [c.num_splits > 1 for c in configs]
