@@ -114,8 +114,6 @@ def _watch_triton(clock: _Clock) -> None:
     clock.around(cache, "triton_key", "Triton: hash of itself")
     clock.around(driver.CudaUtils, "__init__", "Triton: driver, in C")
     clock.around(nvidia, "get_ptxas_version", "Triton: version of ptxas")
-    # First in a thread that compiles.
-    clock.around(compiler, "get_cache_key", "key in the disk cache", lambda source, *_: source.name)
     clock.around(
         code_generator, "ast_to_ttir", "Python to TTIR", lambda kernel, *_: kernel.__name__
     )

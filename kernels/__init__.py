@@ -4,10 +4,10 @@ Read `decode` first (the legend, the kernel), `attend` (its loop), `tiles`, `wor
 `pages` says where the keys of other caches are, `quantized` (with `codes`, `coefficients`,
 `pieces`, `float8`) what is done with codes;
 `tables` and `interval_tables` build block tables, `launch` turns a call into launches, `compiling`
-compiles them side by side (`ahead`: even later ones; `early`: the first while Triton starts),
-`triton_key` remembers Triton's hash; `configs` chooses tiles, with `loops` (steps, warps, stages)
-and `splits`, from what `hardware` and `sizes` say, and `layout` numbers programs, all without
-Triton; `merge` joins whole calls; `append`, with `rotary` and `quantize_rows`, writes new keys.
+compiles them side by side (`ahead`: even later ones), `triton_key` remembers Triton's hash;
+`configs` chooses tiles, with `loops` (steps, warps, stages) and `splits`, from what `hardware` and
+`sizes` say, and `layout` numbers programs, all without Triton; `merge` joins whole calls; `append`,
+with `rotary` and `quantize_rows`, writes new keys.
 """
 
 if __name__ != "flexdecode.kernels":

@@ -16,9 +16,10 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from triton import AsyncCompileMode, FutureKernel
+from triton.compiler import ASTSource
 from triton.runtime import driver
 
-from flexdecode.kernels import ahead, early, triton_key
+from flexdecode.kernels import ahead, triton_key
 
 _lock = threading.Lock()
 _starting: list[threading.Thread] = []
@@ -57,9 +58,10 @@ def compile_together(wanted: Sequence[Wanted]) -> None:
     if not wanted or not all(hasattr(each.kernel, "device_caches") for each in wanted):
         return  # the interpreter compiles nothing
     with contextlib.suppress(Exception):  # no thread can be started at exit, or past a limit
+        starting = _start()
         with contextlib.suppress(Exception):  # raised again where it is laid out for its launch
             wanted = [*ahead.take(), *wanted]
-        for thread in _start(wanted[0]):
+        for thread in starting:
             thread.join()
         # On few processors the first must not wait for what the others want.
         threads = max(min(2 * len(wanted), os.cpu_count() or 1), 2)
@@ -68,12 +70,12 @@ def compile_together(wanted: Sequence[Wanted]) -> None:
             contextvars.Context().run(_compile, pool, wanted)
 
 
-def _start(first: Wanted) -> list[threading.Thread]:
+def _start() -> list[threading.Thread]:
     """Begin side by side what Triton would do one after the other before the first kernel."""
     with _lock:
         if not _starting:
-            for act, *about in ((_reach_driver,), (_hash_triton, first)):
-                thread = threading.Thread(target=act, args=about, name="flexdecode starts")
+            for act in (_reach_driver, _hash_triton):
+                thread = threading.Thread(target=act, name="flexdecode starts")
                 thread.start()
                 _starting.append(thread)
         return _starting
@@ -84,15 +86,15 @@ def _reach_driver() -> None:
         _ = driver.active.utils
 
 
-def _hash_triton(first: Wanted) -> None:
+def _hash_triton() -> None:
     with contextlib.suppress(Exception):
-        triton_key.prepare(lambda: early.begin(first))
+        triton_key.prepare()
 
 
 def _compile(pool: ThreadPoolExecutor, wanted: Sequence[Wanted]) -> None:
     device = driver.active.get_current_device()  # of this thread
     begun: dict[FutureKernel, Wanted] = {}
-    with early.handed_over(device), AsyncCompileMode(pool, ignore_errors=True):
+    with AsyncCompileMode(pool, ignore_errors=True):
         for each in wanted:
             found = each.kernel.run(*each.arguments, grid=each.grid, warmup=True, **each.keywords)
             # Neither compiled before, nor wanted twice.
@@ -115,8 +117,10 @@ def _forget(kernels: dict[Any, Any], failed: FutureKernel) -> None:
 
 def _build_launcher(wanted: Wanted, device: int) -> None:
     """Put the launcher into Triton's disk cache. It depends on the types of the arguments alone."""
-    _, _, target, backend, bind = wanted.kernel.device_caches[device]
-    source, _ = early.source_of(wanted, backend, bind)
+    kernel, keywords = wanted.kernel, wanted.keywords
+    _, _, target, backend, bind = kernel.device_caches[device]
+    bound, kinds, options = bind(*wanted.arguments, **keywords)
+    _, *source = kernel._pack_args(backend, keywords, bound, kinds, options)
     # What a launcher keeps of its kernel, which is not there yet: this one is never called.
     metadata = SimpleNamespace(
         warp_size=target.warp_size,
@@ -129,4 +133,4 @@ def _build_launcher(wanted: Wanted, device: int) -> None:
         launch_cooperative_grid=False,
         launch_pdl=False,
     )
-    driver.active.launcher_cls(source, metadata)
+    driver.active.launcher_cls(ASTSource(kernel, *source), metadata)

@@ -29,37 +29,25 @@ _SETTLED = 5_000_000_000  # ns from which on another change shows in the time of
 _MOST_BYTES = 1 << 16
 
 
-def prepare(computing: Callable[[], object] = lambda: None) -> None:
+def prepare() -> None:
     """Have Triton's hash at hand, whether it is recalled or has to be computed.
 
     Then ``triton.runtime.cache.triton_key`` is another function, which returns the same.
-
-    Parameters
-    ----------
-    computing : callable ()
-        Called before it is computed, if that is because it was not found.
     """
-    once = [computing]
-    try:
+    with contextlib.suppress(AttributeError):  # another version hashes when it has to
         own = cache.triton_key
         if os.environ.get("FLEXDECODE_TRITON_KEY") != "0" and own.cache_info().currsize == 0:
-            cache.triton_key = _remembering(own, once)
+            cache.triton_key = _remembering(own)
         cache.triton_key()
-    except AttributeError:  # another version hashes when it has to
-        pass
-    finally:
-        once.clear()  # it may hold tensors
 
 
-def _remembering(own: Any, once: list[Callable[[], object]]) -> Callable[[], str]:
+def _remembering(own: Any) -> Callable[[], str]:
     @functools.lru_cache
     @functools.wraps(own.__wrapped__)
     def triton_key() -> str:
         files = _state_of_triton()
         key = None if files is None else _read(files)
         if key is None:
-            while once:
-                once.pop()()
             own.cache_clear()
             key = own()
             if files is not None and files == _state_of_triton():

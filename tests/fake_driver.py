@@ -9,9 +9,7 @@ import copy
 import hashlib
 import json
 import os
-import sys
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -21,7 +19,7 @@ import triton
 from triton import knobs
 from triton.runtime import driver
 
-from flexdecode.kernels import compiling, early, launch, triton_key
+from flexdecode.kernels import compiling, launch, triton_key
 from flexdecode.kernels.call import Mod
 from flexdecode.kernels.launch import decode
 from tests.aot_variants import TARGETS, Variant, as_if_on, causal_mask, make_call
@@ -268,6 +266,8 @@ def copied():
 
 def within_another():
     """A caller who compiles several kernels at once himself."""
+    from concurrent.futures import ThreadPoolExecutor
+
     found = FakeDriver()
     with ThreadPoolExecutor(1) as pool, triton.AsyncCompileMode(pool):
         decode(*make_call(CALL, DEVICE))
@@ -292,7 +292,7 @@ def start():
         done.append("driver")
         meeting.wait(60)
 
-    def key(computing):
+    def key():
         done.append("hash")
         meeting.wait(60)
 
@@ -303,61 +303,6 @@ def start():
         for dims in ((64, 64), (128, 128)):
             decode(*make_call(replace(CALL, dims=dims), DEVICE))
     return {"done": sorted(done), "broken": meeting.broken}
-
-
-def begun(how):
-    """The first kernel's TTIR is begun while Triton hashes itself, for a target that is guessed."""
-    from triton.compiler import code_generator
-
-    found = FakeDriver()
-    real, made = code_generator.ast_to_ttir, []
-    interval = sys.getswitchinterval()
-
-    def ast_to_ttir(kernel, *args, **kwargs):
-        made.append([kernel.__name__, threading.current_thread().name.rpartition("_")[0]])
-        if how == "failing" and "begins" in made[-1][1]:
-            raise RuntimeError
-        return real(kernel, *args, **kwargs)
-
-    def target():
-        if how == "not":
-            raise RuntimeError
-        return TARGETS["cuda:80"][0] if how == "otherwise" else TARGET
-
-    with (
-        mock.patch.object(code_generator, "ast_to_ttir", ast_to_ttir),
-        mock.patch.object(early, "_target", target),
-        mock.patch.object(os, "cpu_count", lambda: 2 if how == "few" else 4),
-    ):
-        decode(*make_call(CALL, DEVICE))
-    assert not early._begun and sys.getswitchinterval() == interval
-    binaries = {
-        compiled.name: hashlib.sha256(compiled.asm["ptx"].encode() + compiled.asm["cubin"])
-        for variants in launch._compiled.values()
-        for compiled, _ in variants.values()
-    }
-    assert sorted(binaries) == sorted(set(found.launched))
-    return {
-        "made": sorted(made),
-        "binaries": {name: digest.hexdigest() for name, digest in binaries.items()},
-    }
-
-
-def taken_once():
-    """What was begun is asked for in several threads, and in a fork where its thread is not."""
-    FakeDriver()
-    kernel = launch._decode_kernel
-    sources, made = [], Future()
-    with mock.patch.object(early.ASTSource, "make_ir", lambda *_: "made anew"):
-        early._begun.append((kernel, made))
-        if (child := os.fork()) == 0:
-            source = early.Source(kernel, {})
-            os._exit(source.make_ir(TARGET, "options") != "made anew")
-        sources = [early.Source(kernel, {"x": kind}) for kind in ("i32", "i64", "i64", "i64")]
-        made.set_result((early._identity(sources[-1], TARGET, "options"), "begun"))
-        with ThreadPoolExecutor(4) as pool:
-            asked = pool.map(lambda source: source.make_ir(TARGET, "options"), sources)
-        return {"asked": list(asked), "child": os.waitpid(child, 0)[1]}
 
 
 def without_driver():

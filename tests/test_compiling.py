@@ -87,27 +87,6 @@ def test_a_process_starts_once_and_does_two_things_at_a_time(run, cache):
     assert run("start", cache) == {"done": ["driver", "hash"], "broken": False}
 
 
-def test_the_first_kernel_begins_while_triton_starts(forked, tmp_path):
-    def run(how, cache=None):
-        (seen,) = forked("fake_driver.begun", how, cache=tmp_path / (cache or how))
-        return seen["made"], seen["binaries"]
-
-    early, compiles = "flexdecode begins", "flexdecode compiles"
-    made, expected = run("few")
-    assert made == [["_decode_kernel", compiles], ["_reduce_kernel", compiles]]
-    assert run("ahead") == ([["_decode_kernel", early], made[1]], expected)
-    for how in ("failing", "otherwise"):  # then it is made again
-        assert run(how) == ([["_decode_kernel", early], *made], expected)
-    assert run("not") == (made, expected)  # no target is known
-    assert run("ahead", "few") == ([], expected)
-
-
-def test_what_was_begun_is_used_once(run, cache):
-    seen = run("taken_once", cache)
-    assert sorted(seen["asked"]) == ["begun", *["made anew"] * 3] and seen["asked"][0] != "begun"
-    assert seen["child"] == 0
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
 def test_without_a_driver_the_error_is_that_of_triton(run, tmp_path):
     assert "active drivers" in run("without_driver", tmp_path)["error"]

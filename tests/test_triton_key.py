@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -105,24 +104,6 @@ def test_whatever_changes_it_is_computed_again(package: Package, change: str) ->
     CHANGES[change](package)
     assert package.hashes()
     assert not package.hashes()
-
-
-def test_it_says_once_when_it_computes_and_keeps_nothing(package: Package) -> None:
-    class Told:
-        count = 0
-
-        def __call__(self) -> None:
-            Told.count += 1
-
-    for expected in (1, 1):  # the second time it is recalled
-        package.start()
-        told = Told()
-        kept = weakref.ref(told)
-        triton_key.prepare(told)
-        del told
-        assert Told.count == expected and kept() is None
-        triton_key.cache.triton_key.cache_clear()
-    assert package.hashes() is False
 
 
 def test_compiled_python_changes_nothing(package: Package) -> None:
