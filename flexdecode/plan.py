@@ -13,10 +13,9 @@ from flexdecode import choices
 from flexdecode.kernels.call import is_within
 from flexdecode.kernels.configs import DecodeConfig, choose_config
 from flexdecode.kernels.hardware import INTERPRETED, Device
-from flexdecode.kernels.layout import are_few, fair_items
 from flexdecode.kernels.loops import Stored
 from flexdecode.kernels.sizes import MIN_TILE, ceil_div, next_power_of_2
-from flexdecode.kernels.splits import MIN_SHARE, MIN_UNITS
+from flexdecode.kernels.splits import MIN_SHARE, MIN_UNITS, are_few, fair_items
 from flexdecode.quantization import row_bytes
 from flexdecode.quantized_tensor import QuantizedTensor
 

@@ -17,11 +17,11 @@ from flexdecode.kernels.loops import (
 )
 from flexdecode.kernels.sizes import MIN_TILE, ceil_div, next_power_of_2
 from flexdecode.kernels.splits import (
-    FEW_ROWS,
     FEW_SPLITS,
     MAX_SPLITS,
     MIN_SHARE,
     WHOLE_KEYS,
+    are_few,
     choose_splits,
 )
 
@@ -242,7 +242,7 @@ def choose_config(
         wide = unit(128, KV_BLOCK)
         # The numbers of many small pages are fetched at once then.
         gains = page_size % loop.BLOCK_N != 0
-        if plan_rows and programs * FEW_ROWS > device.processors:  # see `are_few` in layout.py
+        if plan_rows and not are_few(programs, device.processors):
             # A block is one step, or rows that may well stay whole do not meet in pairs on some.
             gains = not ragged or programs <= device.processors
         if gains and wide > loop.BLOCK_N:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from flexdecode.kernels.configs import DecodeConfig
 from flexdecode.kernels.sizes import ceil_div, next_power_of_2
-from flexdecode.kernels.splits import FEW_ROWS
+from flexdecode.kernels.splits import fair_items
 
 LEVEL_BITS = 12  # in which `number_items` in worklist.py counts the items of a class of lengths
 MAX_ITEMS = (1 << LEVEL_BITS) - 1  # of a balanced launch
@@ -75,26 +75,6 @@ class Layout:
     def programs(self) -> int:
         """Programs of the launch."""
         return self.items * self.inner
-
-
-def fair_items(rows: int, slots: int) -> int:
-    """Return the items that a balanced launch cuts all work into.
-
-    Two for each of the `slots` of the device fill it once, where two programs fit on a processor.
-    Where rows are many, and some have to wait anyhow, three let short ones fill the gaps. Each of
-    the `rows` may have one more, a short last one. Where they are few beside the slots the shares
-    grow a little for those, so that no program has to wait for a place.
-    """
-    items = slots if are_few(rows, slots) else slots + min(max(rows, slots), 2 * slots)
-    return items - rows if rows * 4 <= items else items
-
-
-def are_few(rows: int, slots: int) -> bool:
-    """True where one item for each place on the device is fair enough.
-
-    Two would now and then meet on one processor and leave another without any.
-    """
-    return rows * FEW_ROWS <= slots
 
 
 def kernel_block_size(

@@ -94,3 +94,23 @@ def fill_of(programs: int, processors: int) -> float:
         return waves
     last = waves % 1
     return waves / (waves // 1 + max(last, (1 + 1.8 * last) / 3 if last else 0.0))
+
+
+def fair_items(rows: int, slots: int) -> int:
+    """Return the items that a balanced launch cuts all work into.
+
+    Two for each of the `slots` of the device fill it once, where two programs fit on a processor.
+    Where rows are many, and some have to wait anyhow, three let short ones fill the gaps. Each of
+    the `rows` may have one more, a short last one. Where they are few beside the slots the shares
+    grow a little for those, so that no program has to wait for a place.
+    """
+    items = slots if are_few(rows, slots) else slots + min(max(rows, slots), 2 * slots)
+    return items - rows if rows * 4 <= items else items
+
+
+def are_few(rows: int, slots: int) -> bool:
+    """True where one item for each place on the device is fair enough.
+
+    Two would now and then meet on one processor and leave another without any.
+    """
+    return rows * FEW_ROWS <= slots

@@ -103,7 +103,7 @@ MAY_IMPORT = {
     "ops": "api appending assembly backends mask_arguments quantized_tensor tables trace",
     "packed": "block_mask kernels problem quantization tables",
     "placement": "block_mask checks exchange mask_creation mods quantized_tensor",
-    "plan": "choices kernels.call kernels.configs kernels.hardware kernels.layout kernels.loops "
+    "plan": "choices kernels.call kernels.configs kernels.hardware kernels.loops "
     "kernels.sizes kernels.splits problem quantization "
     "quantized_tensor",
     "problem": "block_mask packed quantized_tensor trace",

@@ -9,8 +9,9 @@ import torch
 
 from flexdecode.kernels.configs import PLAN_ROWS, DecodeConfig, choose_config
 from flexdecode.kernels.hardware import Device
-from flexdecode.kernels.layout import MAX_ITEMS, Layout, are_few
+from flexdecode.kernels.layout import MAX_ITEMS, Layout
 from flexdecode.kernels.loops import Stored
+from flexdecode.kernels.splits import are_few
 from flexdecode.plan import balanced_items, shares_of
 
 # Blocks of a row.
