@@ -4,15 +4,18 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    ("target", "group"),
+    ("target", "group", "least"),
     [
-        *((target, "everywhere") for target in ("cuda:80", "cuda:90", "cuda:100", "hip:gfx942")),
-        *(("cuda:90", group) for group in ("plain", "quantised", "merge and append")),
+        *((f"cuda:{arch}", "everywhere", 16) for arch in (80, 90, 100)),
+        ("hip:gfx942", "everywhere", 16),
+        ("cuda:90", "plain", 16),
+        ("cuda:90", "quantised", 10),
+        ("cuda:90", "merge and append", 11),
     ],
 )
-def test_variants_compile(target, group, forked, tmp_path):
+def test_variants_compile(target, group, least, forked, tmp_path):
     records = forked("aot_variants.compile_variants", target, group, cache=tmp_path)
-    assert len(records) > 5
+    assert len(records) >= least
     for record in records:
         assert record["shared"] <= record["shared_limit"], record
         # Where registers run out altogether, thousands of bytes a thread are spilled.
