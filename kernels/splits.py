@@ -32,6 +32,25 @@ def choose_splits(
     At most so many programs as there are processors, or, with `waves`, more of them where those
     would leave too many processors without work. Shares are whole blocks of so many `steps`, as
     `share_of` in worklist.py makes them: no program is left without one.
+
+    Parameters
+    ----------
+    programs : int
+        That one split of each row makes.
+    units, keys : int
+        Steps of the loop over the longest row, and its keys.
+    steps : int
+        Of a block of the tables; 1 without tables.
+    device : Device
+    options : mapping of str to int
+        ``num_splits`` is taken as it is.
+    waves : bool
+        Whether `fill_of` holds: tiles of 16 rows over keys and values that are not quantised.
+
+    Returns
+    -------
+    int
+        From 1 to `MAX_SPLITS`.
     """
     if "num_splits" in options:
         return options["num_splits"]
